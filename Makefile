@@ -1,0 +1,31 @@
+# make demo: two tiny models served four ways, and a report.   make test: every check.   make lab: JupyterLab.
+# Each does its own set-up in .venv (a second run costs nothing); PYTHON=... chooses the interpreter, 3.11 or newer.
+PYTHON ?= python3
+BIN = .venv/bin
+SETUP = $(PYTHON) tools/setup.py
+STAMPS = pyproject.toml tools/setup.py
+
+.PHONY: demo test lab pictures docs clean pages
+demo: .make/base
+	$(BIN)/edge0-lab demo
+
+test: .make/base .make/dev .make/train .make/browser
+	$(BIN)/python tools/check.py
+
+lab: .make/base .make/lab
+	$(BIN)/jupyter lab --notebook-dir=nbs $$(cd nbs && ls 15_dashboard.ipynb index.ipynb 2>/dev/null | head -n 1)
+
+pages: .make/base .make/dev
+	$(BIN)/python tools/page.py all
+
+pictures: .make/base .make/dev .make/browser
+	$(BIN)/python tools/page.py pictures
+
+.make/base .make/dev .make/lab .make/train .make/browser: $(STAMPS)
+	@mkdir -p .make
+	$(SETUP) $(@F)
+	@touch $@
+.make/dev .make/lab .make/train .make/browser: .make/base
+
+clean:
+	rm -rf .make build dist _docs _proc .pytest_cache
