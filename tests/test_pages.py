@@ -87,13 +87,13 @@ def test_exported_cells_have_no_magics():
 
 
 def test_exports_go_up_never_down():
-    "An exported cell imports only rooms whose page stands above it."
-    order = {m: n for n, page in enumerate(NAMES) for m in directive(page, 'default_exp')}
+    "An exported cell imports only rooms above it; pages of one room (03, 03a, 03b) are free among themselves."
+    order = {m: int(re.match(r'\d+', Path(page).name)[0]) for page in NAMES for m in directive(page, 'default_exp')}
     for page in NAMES:
         mine = directive(page, 'default_exp')
         for c in read(page).cells:
             if not mine or c.cell_type != 'code' or not re.match(r'#\|\s*exporti?\b', c.source): continue
-            for m in re.findall(r'^from edge0_lab\.([\w.]+) import', c.source, re.M): assert order[m] < order[mine[0]], f'{page} imports {m}'
+            for m in re.findall(r'^from edge0_lab\.([\w.]+) import', c.source, re.M): assert order[m] <= order[mine[0]], f'{page} imports {m}'
 
 
 def test_public_names_are_unique():
