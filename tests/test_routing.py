@@ -558,3 +558,15 @@ def test_statistics_against_python_sets():
     assert expert_loads(b, 16).sum() == 50*4 - 1 and expert_loads(b, 16)[3] == (b == 3).sum()
     assert np.isnan(agreement(b[:0], b[:0])['exact'])
     with pytest.raises(ValueError, match='^m: 9; .*from 1 to 6'): agreement(a, b, (9,))
+
+
+@DTYPES
+@pytest.mark.parametrize('norm', [True, False, 'chosen'])
+def test_softmax_weights_carry_the_flag_themselves(norm, dtype):
+    "A step that reads its weights anyway needs no flag of its own: a broken row has NaN weights, a sound one has none."
+    x = draw(16, T=5); x[1, 3] = np.nan; x[2, 0] = np.inf; x[3] = -np.inf; x[4, 5] = -np.inf
+    x = mx.array(x).astype(dtype)
+    want = np.array(nan_flag(x))
+    assert want.tolist() == [False, True, True, True, False]
+    got = np.isnan(host(softmax_topk(x, 4, norm, check=False)[1])).any(-1)
+    assert (got == want).all() if norm != 'chosen' else (got[[2, 3]].all() and not got[[0, 4]].any())  # by logit a NaN may sort out of the choice
