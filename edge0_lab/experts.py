@@ -200,8 +200,18 @@ class _Layer(NamedTuple):
     sizes:list         # nine byte counts
     shard:list         # per expert: nine files
     offset:list        # per expert: nine offsets
-    runs:list          # per expert: (part numbers that lie together, their bytes) each
+    runs:list          # per expert: (part numbers that lie together, pieces of them to ask for) each
     nine:list          # pieces, for names
+
+_ASK = 1 << 19  # bytes asked of the disk at once: it starts on the first half MiB while the next is being asked for
+
+def _asked(run, nbytes):
+    "A run cut into pieces of about `_ASK`: (parts, bytes) each."
+    out = [[[], 0]]
+    for i in run:
+        if out[-1][0] and out[-1][1] + nbytes[i] > _ASK: out.append([[], 0])
+        out[-1][0].append(i); out[-1][1] += nbytes[i]
+    return tuple((tuple(parts), n) for parts, n in out)
 
 def _runs(shard, offset, nbytes):
     "For every expert: its parts grouped into adjacent runs, in file order."
@@ -214,7 +224,7 @@ def _runs(shard, offset, nbytes):
         if key not in known:
             groups = [[row[0]]]
             for part, touches in zip(row[1:], j): groups[-1].append(part) if touches else groups.append([part])
-            known[key] = tuple((tuple(g), int(nbytes[g].sum())) for g in groups)
+            known[key] = tuple((tuple(g), _asked(g, nbytes.tolist())) for g in groups)
         out.append(known[key])
     return out
 
@@ -320,13 +330,17 @@ def read_counted(
     if [r.nbytes for r in rows] != t.sizes: _wrong_rows(t, layer, rows)
     shards, files, offset, late = self.ck.shards, t.shard[e], t.offset[e], []
     cold = 0 if reads._NOWAIT is not None else self.cold_bytes(layer, e)
-    for run, want in t.runs[e]:
-        shard, views = shards[files[run[0]]], [rows[i] for i in run]
+    for run, pieces in t.runs[e]:
+        shard, first = shards[files[run[0]]], None
         if shard.fd < 0: raise CheckpointError(shard.path, None, f'layer {layer} expert {e}: checkpoint is closed', 'closed', 'open')
-        got = self._ready(shard.fd, views, offset[run[0]])
-        if got != want: late.append((shard, run, views, got)); cold += want - got
-    for shard, run, views, got in late:
-        try: shard.read(_skip([memoryview(v) for v in views], got, t.spec.total), offset[run[0]] + got, _part_name(t, e, run[0]))
+        for parts, want in pieces:
+            got = self._ready(shard.fd, [rows[i] for i in parts], offset[parts[0]])
+            if got != want:
+                cold += want - got
+                if first is None: first = parts[0], got
+        if first: late.append((shard, run[run.index(first[0]):], first[1]))
+    for shard, run, got in late:
+        try: shard.read(_skip([memoryview(rows[i]) for i in run], got, t.spec.total), offset[run[0]] + got, _part_name(t, e, run[0]))
         except CheckpointError as err: raise CheckpointError(err.file, err.tensor, f'layer {layer} expert {e}: {err.fault}', err.found, err.expected) from None
     for file in set(files): shards[file].unchanged()
     return t.spec.total, cold

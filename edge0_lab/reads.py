@@ -137,15 +137,15 @@ class LinuxCalls:
 
     def evict(self, fd, base, size, offset, nbytes):
         "Drop the range from memory; returns the fraction still resident."
-        os.fsync(fd)
         left = self.resident(base, offset, nbytes)
-        for widen in (0, 0, 1 << 16, 1 << 19, 1 << 21):
+        for n_try, widen in enumerate((0, 0, 1 << 16, 1 << 19, 1 << 21)):
+            if not left.any(): break
+            if n_try == 1: os.fsync(fd)                    # dirty pages stay until they are written
             lo = max(0, offset - widen)
             lo, n = pages(lo, min(size, offset + nbytes + widen) - lo)
             self._unhold(fd, lo, n)
             os.posix_fadvise(fd, lo, n, self.FADV_DONTNEED)
             left = self.resident(base, offset, nbytes)
-            if not left.any(): break
         return float(left.mean()) if left.size else 0.0
 
     def _unhold(self, fd, lo, n):
