@@ -9,9 +9,8 @@ __all__ = ['LAB_TYPES', 'LAB_ALLOWED', 'COLORS', 'SCALE', 'DIVERGING', 'data_pat
 # %% ../nbs/00_settings.ipynb #cell002
 import configparser, os
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
-
-import plotly.graph_objects as go, plotly.io as pio
 
 # %% ../nbs/00_settings.ipynb #cell005
 _package = Path(__file__).resolve().parent if '__file__' in globals() else Path('../edge0_lab').resolve()
@@ -160,16 +159,20 @@ COLORS = dict(router='#AA4499', read='#E69F00', compute='#0072B2', wait='#BBBBBB
 SCALE = [[0, '#F7FBFF'], [0.5, '#6BAED6'], [1, '#08306B']]       # magnitude, light to dark
 DIVERGING = [[0, '#D55E00'], [0.5, '#FFFFFF'], [1, '#0072B2']]   # signed, white at 0
 
-_look = go.layout.Template(layout=dict(
-    font=dict(family='DejaVu Sans, Arial, sans-serif', size=12, color='#222222'), title=dict(x=0.01, xanchor='left', font=dict(size=14)),
-    plot_bgcolor='white', paper_bgcolor='white', colorway=['#0072B2', '#E69F00', '#009E73', '#CC79A7', '#D55E00', '#56B4E9', '#999999'],
-    margin=dict(l=60, r=16, t=48, b=48), legend=dict(bgcolor='rgba(255,255,255,0.7)'),
-    xaxis=dict(showline=True, linecolor='#888888', gridcolor='#EEEEEE', ticks='outside', zeroline=False),
-    yaxis=dict(showline=True, linecolor='#888888', gridcolor='#EEEEEE', ticks='outside', zeroline=False)))
-pio.templates['edge0'] = _look
-pio.templates.default, pio.renderers.default = 'edge0', 'plotly_mimetype'
+# %% ../nbs/00_settings.ipynb #cell026
+@cache
+def _plotly():
+    "plotly.graph_objects, with the house template and the small renderer set once."
+    import plotly.graph_objects as go, plotly.io as pio
+    axis = dict(showline=True, linecolor='#888888', gridcolor='#EEEEEE', ticks='outside', zeroline=False)
+    pio.templates['edge0'] = go.layout.Template(layout=dict(
+        font=dict(family='DejaVu Sans, Arial, sans-serif', size=12, color='#222222'), title=dict(x=0.01, xanchor='left', font=dict(size=14)),
+        plot_bgcolor='white', paper_bgcolor='white', colorway=['#0072B2', '#E69F00', '#009E73', '#CC79A7', '#D55E00', '#56B4E9', '#999999'],
+        margin=dict(l=60, r=16, t=48, b=48), legend=dict(bgcolor='rgba(255,255,255,0.7)'), xaxis=axis, yaxis=axis))
+    pio.templates.default, pio.renderers.default = 'edge0', 'plotly_mimetype'
+    return go
 
-# %% ../nbs/00_settings.ipynb #cell025
+# %% ../nbs/00_settings.ipynb #cell027
 def figure(
     *traces,         # plotly traces
     title:str,       # the finding's subject
@@ -178,11 +181,11 @@ def figure(
     width:int=600,   # pixels, 480 to 720
     height:int=300,  # pixels, 220 to 360
     **layout,        # anything plotly's layout takes
-)->go.Figure:
+):                   # plotly Figure
     "A figure in the house look; end a cell with `.show()`."
-    return go.Figure(traces).update_layout(title_text=title, xaxis_title=x, yaxis_title=y, width=width, height=height, **layout)
+    return _plotly().Figure(traces).update_layout(title_text=title, xaxis_title=x, yaxis_title=y, width=width, height=height, **layout)
 
-# %% ../nbs/00_settings.ipynb #cell027
+# %% ../nbs/00_settings.ipynb #cell029
 def probe(
     draw,       # pure: draw(**controls) -> go.Figure
     **controls, # name=(low, high), a list of choices, or True/False
