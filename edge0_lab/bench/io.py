@@ -90,11 +90,12 @@ def run_cold(
     rounds:int, # turns of each way
     batch:int,  # experts per turn
     rng,        # numpy Generator
+    drop:bool=True, # also empty the system's page cache at the start of each round, where we may
 )->dict:        # name -> list of GB/s, one per round
     "Rotate through the ways; every turn on evicted files and other experts."
     got = {name: [] for name in ways}
     for _ in range(rounds):
-        drop_caches()
+        if drop: drop_caches()
         for i in rng.permutation(len(ways)).tolist():
             name, (store, way) = list(ways.items())[i]
             left = store.evict()
@@ -132,9 +133,12 @@ def run_warm(
     keep += [None]*batch
     def copies():
         for e in range(batch): keep[e] = _arrays_of(views[e]); mx.eval(keep[e])
+    def untouched():
+        fresh = [np.memmap(s.path, np.uint8, 'r') for s in store.ck.shards]
+        for e in range(batch): keep[e] = _arrays_of([fresh[r.shard][r.offset:r.offset + r.nbytes] for r in store.ranges(layer, e)]); mx.eval(keep[e])
     def filled(s, many): return (lambda: _queued(s, [(layer, e) for e in range(batch)], slots)) if many else (lambda: [s.read_into(layer, e, slots[e]) for e in range(batch)])
     ways = {'in place, 1 thread': filled(nine[1], False), 'in place, 2 threads': filled(nine[2], True), 'in place, repacked, 1 thread': filled(packed[1], False),
-            'in place, repacked, 2 threads': filled(packed[2], True), 'mx.array, recycled buffer': copies, 'mx.array, fresh memory': copies}
+            'in place, repacked, 2 threads': filled(packed[2], True), 'mx.array, recycled buffer': copies, 'mx.array, recycled buffer, new map': untouched, 'mx.array, fresh memory': copies}
     got = {name: dict(ms=[], faults=[]) for name in ways}
     for s in (nine[1], packed[1]):
         for e in range(batch): s.read_into(layer, e, slots[e])
@@ -218,12 +222,13 @@ def _middle(rounds): return {name: float(f'{statistics.median(v):.4g}') for name
 
 def bench_io(
     gib:float=2.0,           # size of the generated file, at least
-    rounds:int=5,            # turns of each way
+    rounds:int=9,            # turns of each way
     batch:int=64,            # experts per turn
     D:int=2048, F:int=512, E:int=256, # the 35b tier's experts
     where:str|Path=None,     # directory for the files; default the lab's cache folder
     out:str|Path=None,       # JSON to write
     seed:int=0,
+    drop:bool=True,          # empty the system's page cache too, where we may (root)
     command:str=None,        # said in the result; default the call itself
 )->dict:
     "Cold and warm expert loads on a generated file, made and removed here."
@@ -240,10 +245,10 @@ def bench_io(
         opened = [s for group in stores for s in group.values()]
         nine, packed = stores
         slots = bench_slots(nine[1].spec(0), 32)
-        cold = run_cold(cold_ways(nine, packed, slots, rng), rounds, batch, rng)
+        cold = run_cold(cold_ways(nine, packed, slots, rng), rounds, batch, rng, drop)
         warm, held = run_warm(nine, packed, rounds, batch), allocations(nine[1])
         fit = run_fit(nine[1], slots, rounds, min(24, E), rng)
-        result = dict(command=command or f'edge0-lab bench io --gib {gib:g} --rounds {rounds} --batch {batch}', machine=_machine(), dropped_caches=drop_caches(),
+        result = dict(command=command or f'edge0-lab bench io --gib {gib:g} --rounds {rounds} --batch {batch}', machine=_machine(), dropped_caches=drop and drop_caches(),
                       file=dict(gib=round(sum(s.size for s in nine[1].ck.shards)/2**30, 2), layers=L, experts=E, D=D, F=F, bytes_per_expert=total),
                       cold_gb_s=_middle(cold), cold_rounds={n: [round(v, 3) for v in r] for n, r in cold.items()},
                       warm_ms=_middle({n: v['ms'] for n, v in warm.items()}), warm_faults=_middle({n: v['faults'] for n, v in warm.items()}),
