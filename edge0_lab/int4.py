@@ -236,7 +236,7 @@ def _like(y, x):
 def _f32(x): return np.ascontiguousarray(floats(host(x)), np.float32)
 
 # %% ../nbs/02_int4.ipynb #cell011
-def _silu(a): return a/(1 + np.exp(-a))
+def _silu(a): return a/(1 + np.exp(-np.maximum(a, -700)))  # e**700 still fits
 
 def expert_glu_ref(
     x,     # (T, D)

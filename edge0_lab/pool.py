@@ -11,7 +11,7 @@ import atexit, ctypes, functools, os, threading
 
 import numpy as np
 
-from .vector import Compiled, Function, at, call, const, i64, i32, int_, ir, new_module, ptr, use_symbol, features, pair_instruction
+from .vector import Compiled, Function, at, call, i64, i32, int_, ir, new_module, ptr, use_symbol, is_arm
 
 # %% ../nbs/02b_pool.ipynb #cell005
 TICKET, DONE, STOP, SLEEP, MUTEX, COND, ARGS, JOB_BYTES = 0, 64, 128, 192, 256, 384, 512, 1024
@@ -27,9 +27,8 @@ def _open(b, job):
 
 def relax(b):
     "Tells the core that this loop only waits."
-    kind = pair_instruction()
-    if kind == 'neon': call(b, 'llvm.aarch64.hint', ir.VoidType(), [i32(1)])
-    elif kind: call(b, 'llvm.x86.sse2.pause', ir.VoidType(), [])
+    if is_arm(b.module): call(b, 'llvm.aarch64.hint', ir.VoidType(), [i32(1)])
+    elif b.module.triple.startswith('x86_64'): call(b, 'llvm.x86.sse2.pause', ir.VoidType(), [])
 
 def wait_until(fn, ready):
     "Spins until `ready()` is true; after SPINS looks it offers the core to whoever it waits for."

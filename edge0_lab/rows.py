@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['Layout', 'Form', 'AHEAD', 'SCALES_AHEAD', 'block', 'record', 'prepared_bytes', 'supported', 'choose_form', 'planes',
-           'block_dot', 'emit_rows', 'emit_prepare']
+           'block_dot', 'emit_rows', 'planes_of', 'emit_prepare']
 
 # %% ../nbs/02c_rows.ipynb #cell002
 from collections import namedtuple
 
-from .vector import (BYTES, LANES, Function, at, call, const, f32, fma, fold, group_lanes, i32, i64, int_, ir, lane_sums, load, loop,
+from .vector import (BYTES, LANES, Function, at, call, combine, const, f32, fma, fold, group_lanes, i32, i64, int_, lane_sums, lanes_of, load, loop,
                               madd, pair_instruction, prefetch, ptr, raw, shuffle, splat, vec, widen)
 
 # %% ../nbs/02c_rows.ipynb #cell003
@@ -134,54 +134,57 @@ def _emit_bias(fn, layout, bs, sums, gstep, acc):
                     b.store(fma(b, v, load(b, at(b, q, b.mul(g, i64(4))), t, 4), here), a, 64)
 
 # %% ../nbs/02c_rows.ipynb #cell007
+def planes_of(b, vs):
+    "n vectors in natural order -> n vectors, the p-th holding elements p, p+n, p+2n...: halved into even and odd until one is left."
+    if len(vs) == 1: return vs
+    lanes = vs[0].type.count
+    even, odd = ([shuffle(b, p, q, range(o, 2*lanes, 2)) for p, q in zip(vs[::2], vs[1::2])] for o in (0, 1))
+    return [v for pair in zip(planes_of(b, even), planes_of(b, odd)) for v in pair]
+
 def emit_prepare(m, name, form, layout):
     "void (x f32, cols, out): one vector permuted into records, then its group sums; int16 also scales each group."
     fn = Function(m, name, [ptr(), int_(64), ptr()])
     fn.f.attributes.add('noinline')
     b, (x, cols, out) = fn.b, fn.args
-    size, words = record(form, layout.bits), layout.group*layout.bits//32
-    blocks = b.udiv(b.add(cols, i64(block(layout.bits) - 1)), i64(block(layout.bits)))
-    sums = at(b, out, b.mul(blocks, i64(size)))
+    n, size, short = block(layout.bits), record(form, layout.bits), form.kind == 'int16'
+    blocks = b.udiv(b.add(cols, i64(n - 1)), i64(n))
     with loop(fn, i64(0), b.mul(blocks, i64(size//64))) as i: b.store(splat(int_(32), 0), at(b, out, b.mul(i, i64(64))), 64)
+    sums = at(b, out, b.mul(blocks, i64(size)))
     with loop(fn, i64(0), b.udiv(cols, i64(layout.group))) as g:
-        src = at(b, x, b.mul(g, i64(layout.group*4)))
-        inverse, scale = _emit_scale(fn, src, layout.group) if form.kind == 'int16' else (None, None)
-        total = fn.var(int_(32) if scale else f32(), None, align=4)
-        b.store(const(int_(32), 0) if scale else const(f32(), 0.0), total)
-        with loop(fn, i64(0), i64(words)) as j:
-            word = b.add(b.mul(g, i64(words)), j)
-            lane = at(b, out, b.add(b.mul(b.udiv(word, i64(LANES)), i64(size)), b.mul(b.urem(word, i64(LANES)), i64(4))))
-            _emit_word(b, form, layout, at(b, src, b.mul(j, i64(128//layout.bits))), lane, total, inverse)
-            if scale: b.store(scale, at(b, lane, size - 64), 4)
-        t = load(b, total, int_(32) if scale else f32(), 4)
-        b.store(b.fmul(b.sitofp(t, f32()), scale) if scale else t, at(b, sums, b.mul(g, i64(4))), 4)
+        first = b.mul(g, i64(layout.group))
+        v = [load(b, at(b, x, b.mul(b.add(first, i64(j)), i64(4))), vec(f32()), 4) for j in range(0, layout.group, LANES)]
+        v, total = _emit_int16(b, v, out, first, layout, size) if short else (v, _sum(b, v, 'fadd'))
+        for j, q in enumerate(v):
+            e = b.add(first, i64(j*LANES))
+            b.store(q, at(b, out, b.add(b.mul(b.udiv(e, i64(n)), i64(size)), b.mul(b.urem(e, i64(n)), i64(2 if short else 4)))), 4)
+        b.store(total, at(b, sums, b.mul(g, i64(4))), 4)
+    t = vec(int_(16), 32) if short else vec(f32())
+    with loop(fn, i64(0), blocks) as i:
+        places = [at(b, out, b.add(b.mul(i, i64(size)), i64(o))) for o in range(0, n*(2 if short else 4), 64)]
+        for p, v in zip(places, planes_of(b, [load(b, p, t, 64) for p in places])): b.store(v, p, 64)
     return fn.done()
 
 # %% ../nbs/02c_rows.ipynb #cell008
-def _emit_scale(fn, src, group):
-    "32767 / max|x| and its inverse. Compared as integers, where NaN and infinity are above every number; those make the scale NaN."
-    b, I = fn.b, int_(32)
-    top = fn.var(vec(I), None)
-    b.store(splat(I, 0), top, 64)
-    with loop(fn, i64(0), i64(group), LANES) as i:
-        v, old = b.and_(load(b, at(b, src, b.mul(i, i64(4))), vec(I), 4), splat(I, 0x7fffffff)), load(b, top, vec(I), 64)
-        b.store(b.select(b.icmp_signed('>', v, old), v, old), top, 64)
-    bits = b.extract_element(fold(b, load(b, top, vec(I), 64), 1, 'max'), i32(0))
+def _sum(b, vs, op):
+    "All lanes of all vectors."
+    v = vs[0]
+    for w in vs[1:]: v = combine(b, v, w, op)
+    return b.extract_element(fold(b, v, 1, op), i32(0))
+
+def _emit_int16(b, vs, out, first, layout, size):
+    "One group as i16, its scale written to its lanes, and its sum. The largest is found among integers, where NaN and infinity are above every number; those make the scale NaN."
+    I = vec(int_(32))
+    sizes = [b.and_(b.bitcast(v, I), splat(int_(32), 0x7fffffff)) for v in vs]
+    bits = _sum(b, sizes, 'larger')
     bad, tiny = b.icmp_signed('>=', bits, i32(0x7f800000)), b.icmp_signed('<', bits, i32(0x0da24260))  # below 1e-30: zero
     m, zero, full = b.bitcast(bits, f32()), const(f32(), 0.0), const(f32(), 32767.0)
-    inverse = b.select(b.or_(bad, tiny), zero, b.fdiv(full, m))
-    return (inverse, bad), b.select(bad, const(f32(), float('nan')), b.select(tiny, zero, b.fdiv(m, full)))
-
-def _emit_word(b, form, layout, src, lane, total, inverse):
-    "The activations that one word's weights meet, each to its plane."
-    halves = 16//layout.bits
-    for e in range(32//layout.bits):
-        v = load(b, at(b, src, 4*e), f32(), 4)
-        if form.kind == 'f32':
-            b.store(v, at(b, lane, 64*e), 4)
-            b.store(b.fadd(load(b, total, f32(), 4), v), total, 4)
-        else:
-            scaled = b.select(inverse[1], const(f32(), 0.0), b.fmul(v, inverse[0]))
-            q = b.fptosi(call(b, 'llvm.rint.f32', f32(), [scaled]), int_(32))
-            b.store(b.trunc(q, int_(16)), at(b, lane, 64*(e % halves) + 2*(e//halves)), 2)
-            b.store(b.add(load(b, total, int_(32), 4), q), total, 4)
+    inverse = lanes_of(b, b.select(b.or_(bad, tiny), zero, b.fdiv(full, m)), LANES)
+    scale = b.select(bad, const(f32(), float('nan')), b.select(tiny, zero, b.fdiv(m, full)))
+    ok = b.icmp_signed('==', lanes_of(b, b.zext(bad, int_(32)), LANES), splat(int_(32), 0))
+    qs = [b.fptosi(call(b, 'llvm.rint.v16f32', vec(f32()), [b.fmul(b.select(ok, v, splat(f32(), 0.0)), inverse)]), I) for v in vs]
+    words = layout.group*layout.bits//32
+    for w in range(0, words, LANES):
+        word = b.add(b.udiv(first, i64(32//layout.bits)), i64(w))
+        lane = b.add(b.mul(b.udiv(word, i64(LANES)), i64(size)), b.add(b.mul(b.urem(word, i64(LANES)), i64(4)), i64(size - 64)))
+        b.store(lanes_of(b, scale, min(words, LANES)), at(b, out, lane), 4)
+    return [b.trunc(q, vec(int_(16), 16)) for q in qs], b.fmul(b.sitofp(_sum(b, qs, 'add'), f32()), scale)

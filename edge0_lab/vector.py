@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ir', 'LANES', 'BYTES', 'int_', 'f32', 'ptr', 'vec', 'const', 'i64', 'i32', 'splat', 'Function', 'loop', 'at', 'load',
-           'call', 'fma', 'shuffle', 'prefetch', 'smaller', 'raw', 'widen', 'group_lanes', 'fold', 'lane_sums', 'madd',
-           'exponential', 'silu_times', 'features', 'machine', 'new_module', 'optimised', 'assembly', 'cached_object',
-           'Compiled', 'use_symbol', 'pair_instruction']
+           'call', 'fma', 'shuffle', 'prefetch', 'smaller', 'raw', 'widen', 'group_lanes', 'combine', 'fold',
+           'lanes_of', 'lane_sums', 'madd', 'exponential', 'silu_times', 'features', 'machine', 'new_module', 'is_arm',
+           'optimised', 'assembly', 'cached_object', 'Compiled', 'use_symbol', 'pair_instruction']
 
 # %% ../nbs/02a_vector.ipynb #cell002
 import ctypes, functools, hashlib, os, platform, sys, tempfile
@@ -120,13 +120,21 @@ def group_lanes(b, p, block, words, dtype):
     return shuffle(b, v, v, [i*n//LANES for i in range(LANES)])
 
 # %% ../nbs/02a_vector.ipynb #cell012
+def combine(b, x, y, op):
+    "Lane by lane: 'fadd', 'add' or 'larger' (as signed integers)."
+    return b.select(b.icmp_signed('>', x, y), x, y) if op == 'larger' else getattr(b, op)(x, y)
+
 def fold(b, v, n, op='fadd'):
     "Halves `v` until it has `n` lanes."
     while v.type.count > n:
         m = v.type.count//2
-        lo, hi = shuffle(b, v, v, range(m)), shuffle(b, v, v, range(m, 2*m))
-        v = b.fadd(lo, hi) if op == 'fadd' else b.select(b.icmp_signed('>', lo, hi), lo, hi)
+        v = combine(b, shuffle(b, v, v, range(m)), shuffle(b, v, v, range(m, 2*m)), op)
     return v
+
+def lanes_of(b, x, n):
+    "The scalar x in n lanes."
+    v = b.insert_element(ir.Constant(vec(x.type, n), ir.Undefined), x, i32(0))
+    return shuffle(b, v, v, [0]*n)
 
 def lane_sums(b, vs):
     "Horizontal sums of 1, 2 or 4 vectors, side by side in one."
@@ -190,11 +198,17 @@ def machine(triple=None, cpu=None, extra=None):
     return llvm.Target.from_default_triple().create_target_machine(cpu=llvm.get_host_cpu_name(), features=flags, opt=3, jit=True)
 
 # %% ../nbs/02a_vector.ipynb #cell019
-def new_module(name):
-    m = ir.Module(name)
+def new_module(
+    name,        # shown in the notice when it is compiled
+    triple=None, # another machine, as 'aarch64-unknown-linux-gnu'; None is the host
+):               # llvmlite.ir.Module
+    "An empty module."
     import llvmlite.binding as llvm
-    m.triple = llvm.get_default_triple()
+    m = ir.Module(name)
+    m.triple = triple or llvm.get_default_triple()
     return m
+
+def is_arm(m): return m.triple.split('-')[0] in ('aarch64', 'arm64')
 
 def optimised(text, target):
     "IR text as an optimised LLVM module for `target`."
@@ -208,14 +222,13 @@ def optimised(text, target):
     return module
 
 def assembly(
-    module,     # llvmlite.ir.Module
-    triple=None,# another machine, as 'aarch64-unknown-linux-gnu'; None is the host
-    cpu='',     # its CPU
-    extra='',   # its features, as '+dotprod'
-):              # str
+    module,  # llvmlite.ir.Module
+    cpu='',  # a CPU of the module's architecture; none is the host
+    extra='',# its features, as '+fast-dpwssd'
+):           # str
     "Assembly text, to look at."
-    target, text = machine(triple, cpu, extra), str(module)
-    return target.emit_assembly(optimised(text.replace(module.triple, triple) if triple else text, target))
+    target = machine(module.triple, cpu, extra) if cpu else machine()
+    return target.emit_assembly(optimised(str(module), target))
 
 # %% ../nbs/02a_vector.ipynb #cell020
 def cached_object(
