@@ -132,9 +132,9 @@ class HeadKernel:
         picks = np.asarray(ids, np.int64) if before is None else np.concatenate([ids, np.asarray(before, np.int64) + self.E])
         if before is not None and picks[-1] >= 2*self.E: picks = picks[:len(ids)]
         out, p, E, z = np.empty(self.E, np.float32), pool(self.threads), self.E, self.z.ctypes.data
-        self.x[:self.D] = h
         n = max(16, _up(-(-self.R//(4*p.threads)), 4))
-        with p.lock:
+        with p.lock:                                                             # the padded rows are shared, too
+            self.x[:self.D] = h
             p.run((self.task, state, 2*self.cols, self.x.ctypes.data, self.cols, self.R, n, z, hot, 2*self.R, picks.ctypes.data, len(picks), E, 0), -(-self.R//n))
             p.run((self.task, fc2, 2*self.wide, z + 4*E, self.wide, E, n, out.ctypes.data, 0, 0, 0, 0, E, z), -(-E//n))
         return out
