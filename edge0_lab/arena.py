@@ -174,14 +174,17 @@ def _rewrite(self:Arena, changes):
 @patch
 def copy(
     self:Arena,
-    dst:int, # slot to write
-    src:int, # slot to copy
+    pairs, # [(slot to write, slot to copy)]
 ):
-    "A second copy of a slot, for hold='double'."
+    "Second copies of slots, for hold='double'."
     if self.views is not None:
-        for d, s in zip(self.rows(dst), self.rows(src)): d[:] = s
-    elif self.fill == 'patch': self._rewrite([(dst, i, a[src:src + 1]) for i, a in enumerate(self.parts)])
-    else: self.bundles[dst] = [mx.array(a) for a in self.bundles[src]]
+        for dst, src in pairs:
+            for d, s in zip(self.rows(dst), self.rows(src)): d[:] = s
+        return
+    if self.fill == 'stack': return self.bundles.update({dst: [mx.array(a) for a in self.bundles[src]] for dst, src in pairs})
+    rows = [(dst, i, a[src:src + 1] + 0) for dst, src in pairs for i, a in enumerate(self.parts)]
+    mx.eval([row for _, _, row in rows]) # copies of their own, so that the arena can be changed in place
+    self._rewrite(rows)
 
 @patch
 def select(

@@ -251,7 +251,12 @@ def release(
     lease:Lease, # not used afterwards
 ):
     "Give the slots back; they keep their experts until somebody needs the room."
-    for s in lease.slots: self._drop(s)
+    held, owner, idle = self.held, self.owner, self.idle
+    for s in lease.slots:
+        held[s] -= 1
+        if held[s]: continue
+        if owner[s] is None: self.free.append(s)
+        else: idle[s] = None
     lease.slots = []
     if lease.twin is not None:
         twin, lease.twin = lease.twin, None

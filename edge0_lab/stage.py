@@ -36,7 +36,7 @@ class Stage:
         self,
         caches, # LruCache, or {layer: LruCache} where layers differ in spec
     ):
-        self.caches, self.rows, self.clock = ByLayer(caches), {}, 0
+        self.caches, self.rows, self.clock, self.blank = ByLayer(caches), {}, 0, {}
         for cache in self.caches.each(): cache.shedders.append(self._shed)
 
     def fill(
@@ -180,9 +180,10 @@ def _twin(self:Stage, cache, lease):
         cache.owner[s], cache.held[s] = None, 1 # no expert of the cache's: free again when let go
         twin.place[e] = s
         twin.slots.append(s)
-        cache.arena.copy(s, src)
     lease.uses -= 1
-    if len(twin.place) == len(lease.place): lease.twin = twin
+    if len(twin.place) == len(lease.place):
+        cache.arena.copy(list(zip(twin.slots, lease.place.values())))
+        lease.twin = twin
     else: cache.release(twin)
     if not lease.uses: cache.release(lease) # given up meanwhile; still filled for the call at hand
     return lease.twin if lease.uses else None
@@ -196,7 +197,9 @@ def table(
 )->mx.array:     # (E,) int32, -1 where not staged
     "The slot table on the device; a new array for a new set, the same one for the same set."
     if lease.table is None:
-        t = np.full(E, -1, np.int32)
-        t[list(place)] = list(place.values())
+        blank = self.blank.get(E)
+        if blank is None: blank = self.blank[E] = np.full(E, -1, np.int32)
+        t = blank.copy()
+        for e, s in place.items(): t[e] = s
         lease.table = mx.array(t)
     return lease.table
