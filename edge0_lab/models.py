@@ -7,7 +7,7 @@ __all__ = ['take_out', 'quantize_by_shape', 'Loaded', 'load_model']
 
 # %% ../nbs/08_models.ipynb #cell002
 import edge0_lab
-import importlib.util, re, warnings
+import copy, importlib.util, re, warnings
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +15,13 @@ from pathlib import Path
 from fastcore.basics import patch
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlx_lm.utils import _get_classes, infer_quant_config, load_config, load_tokenizer
 
 from .blocks import MoEBlock, StreamedSwitch, check_switch, family_of
+from .int4 import host
 from .resident import make_resident
 from .routing import Router
 from .store import Checkpoint, CheckpointError, ExpertStore
@@ -173,6 +174,15 @@ def step(self:Loaded,
     return h if logits is None else self.head(h[-1:] if logits == 'last' else h)
 
 @patch
+def copy_cache(self:Loaded,
+    cache:list, # from make_cache
+):              # of the same kinds
+    "A snapshot that later steps do not change; `copy.deepcopy` would share memory with a state that is written in place."
+    out = copy.deepcopy(cache)
+    for c in out: c.state = tree_map(lambda a: mx.array(host(a)).view(a.dtype) if isinstance(a, mx.array) else a, c.state)
+    return out
+
+@patch
 def close(self:Loaded):
     "Close the files; the model keeps its resident weights until it is dropped."
     self.store.close(); self.checkpoint.close()
@@ -234,7 +244,7 @@ def _take_control(model, taken, config):
         return None
     blocks = {path: MoEBlock(layer, block, record, router, name) for layer, (path, block, name) in taken.items()}
     model.update_modules(tree_unflatten(list(blocks.items())))
-    return config['model_type'] if known is config else record.name
+    return 'qwen3_5_moe' if config['model_type'] == 'qwen3_5_moe' else record.name
 
 # %% ../nbs/08_models.ipynb #cell027
 def _role(name):
