@@ -97,12 +97,14 @@ def test_exports_go_up_never_down():
 
 
 def test_public_names_are_unique():
+    "Each public name is defined in one module; another may pass it on (`_all_`) but not define it again."
     import ast
-    seen = {}
+    home = {}
     for path in sorted((ROOT/'edge0_lab').rglob('*.py')):
         if path.name in ('__init__.py', '_modidx.py'): continue
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == '__all__':
-                for name in ast.literal_eval(node.value):
-                    assert name not in seen, f'{name}: in {seen[name]} and {path.name}'
-                    seen[name] = path.name
+        body = ast.parse(path.read_text()).body
+        exported = next((ast.literal_eval(n.value) for n in body if isinstance(n, ast.Assign) and getattr(n.targets[0], 'id', '') == '__all__'), [])
+        passed_on = {a.asname or a.name for n in body if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names}
+        for name in set(exported) - passed_on:
+            assert name not in home, f'{name}: in {home[name]} and {path.name}'
+            home[name] = path.name
