@@ -6,11 +6,11 @@
 __all__ = ['PARTS', 'BITS', 'GROUPS', 'KERNELS', 'is_mlx', 'float_name', 'floats', 'host', 'pack4', 'unpack4', 'pack', 'unpack',
            'QTensor', 'quantize', 'dequantize', 'relative_l2', 'ExpertStack', 'expert_glu_ref', 'expert_glu_ops',
            'expert_glu_fast', 'expert_glu_tile', 'expert_glu_kernel', 'resolve_kernel', 'expert_glu', 'qlinear_ref',
-           'qlinear_ops', 'LinearPlan', 'plan_linear', 'qlinear_fast', 'qlinear_kernel', 'qlinear']
+           'qlinear_ops', 'Linear', 'plan_linear', 'qlinear_fast', 'qlinear_kernel', 'qlinear']
 
 # %% ../nbs/02_int4.ipynb #cell002
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import edge0_lab, numpy as np
 import mlx.core as mx
@@ -198,9 +198,22 @@ class ExpertStack:
     @functools.cached_property
     def views(self): return [_rows(host(a)) for q in self.projections for a in q.arrays]
     @functools.cached_property
-    def table(self): return np.ascontiguousarray(np.stack([v.ctypes.data + v.strides[0]*np.arange(self.S) for v in self.views], -1).astype(np.int64))
+    def table(self):
+        from edge0_lab.pool import huge_pages
+        for v in self.views: huge_pages(v)
+        return np.ascontiguousarray(np.stack([v.ctypes.data + v.strides[0]*np.arange(self.S) for v in self.views], -1).astype(np.int64))
     @functools.cached_property
     def layouts(self): return tuple(map(_layout, self.projections))
+    @functools.cached_property
+    def plan(self): return self.plan_for(None)
+    def plan_for(self, form):
+        from edge0_lab.rows import choose_form
+        from edge0_lab.tasks import plan_experts
+        return plan_experts(choose_form(form, self.layouts), self.layouts, self.D, self.F, self.table)
+    @functools.cached_property
+    def run(self):
+        from edge0_lab.tasks import run_expert
+        return run_expert
     @functools.cached_property
     def mlx(self): return self if is_mlx(self.up.weight) else self.map(_to_mlx)
 
@@ -277,12 +290,10 @@ def expert_glu_fast(
     stack:ExpertStack,# 2, 4 or 8 bits
     slots:np.ndarray, # (T, k) integers below S
     out:np.ndarray,   # (T, k, D) float32, C order: written
-    form=None,        # Form; None is this host's best
+    plan=None,        # `stack.plan_for(form)`; None is this host's best
 ):                    # out
     "The compiled kernel with NOTHING checked: for use inside a decode step."
-    from edge0_lab.rows import choose_form
-    from edge0_lab.tasks import run_expert
-    return run_expert(form or choose_form(None, stack.layouts), stack.layouts, stack.D, stack.F, stack.table, x, slots, out)
+    return stack.run(plan or stack.plan, x, slots, out)
 
 def expert_glu_tile(
     x, stack:ExpertStack, slots:np.ndarray
@@ -306,10 +317,8 @@ def expert_glu_kernel(
     "The compiled kernel; widths it cannot read (3, 5, 6 bits, gate unlike up) are dequantised and multiplied."
     _check_x(x, stack.D)
     slots = _check_slots(slots, len(x), stack.S)
-    from edge0_lab.rows import choose_form
-    chosen = choose_form(form, stack.layouts)
     if not _fused(stack): return _like(expert_glu_tile(x, stack, slots), x)
-    return _like(expert_glu_fast(_f32(x), stack, slots, np.empty((*slots.shape, stack.D), np.float32), chosen), x)
+    return _like(expert_glu_fast(_f32(x), stack, slots, np.empty((*slots.shape, stack.D), np.float32), stack.plan_for(form) if form else None), x)
 
 # %% ../nbs/02_int4.ipynb #cell013
 def resolve_kernel(
@@ -356,33 +365,34 @@ def qlinear_ops(
     x = _to_mlx(x)
     return mx.quantized_matmul(x, w, s, b, transpose=True, group_size=q.group_size, bits=q.bits).astype(x.dtype)
 
-@dataclass(frozen=True, eq=False)
-class LinearPlan:
-    "A QTensor's addresses, looked up once; holds its memory."
-    form: object
-    layout: object
-    parts: tuple
-    rows: int
-    cols: int
-    held: list = field(repr=False)
+class Linear:
+    "A QTensor made ready for `qlinear_fast`: addresses looked up once, memory held."
+    def __init__(self,
+        q:QTensor,         # (rows, cols), 2, 4 or 8 bits
+        form:str|None=None,# 'f32', 'int16'; None is this host's best
+    ):
+        from edge0_lab.pool import huge_pages
+        from edge0_lab.rows import choose_form
+        from edge0_lab.tasks import plan_rows, run_linear
+        self.held, layout = [np.ascontiguousarray(host(a)) for a in q.arrays], _layout(q)
+        for a in self.held: huge_pages(a)
+        self.run, self.form = run_linear, choose_form(form, [layout])
+        self.plan = plan_rows(self.form, layout, tuple(a.ctypes.data for a in self.held), *q.shape)
 
 def plan_linear(
     q:QTensor, # (rows, cols), 2, 4 or 8 bits
     form:str|None=None,
-)->LinearPlan:
+)->Linear:
     "What `qlinear_fast` needs to know of q."
-    from edge0_lab.rows import choose_form
-    held, layout = [np.ascontiguousarray(host(a)) for a in q.arrays], _layout(q)
-    return LinearPlan(choose_form(form, [layout]), layout, tuple(a.ctypes.data for a in held), *q.shape, held)
+    return Linear(q, form)
 
 def qlinear_fast(
     x:np.ndarray,   # (T, cols) float32, C order
-    plan:LinearPlan,
+    plan:Linear,    # from `plan_linear`
     out:np.ndarray, # (T, rows) float32, C order: written
 ):                  # out
     "The compiled kernel with NOTHING checked."
-    from edge0_lab.tasks import run_linear
-    return run_linear(plan.form, plan.layout, plan.parts, x, out)
+    return plan.run(plan.plan, x, out)
 
 # %% ../nbs/02_int4.ipynb #cell015
 def qlinear_kernel(

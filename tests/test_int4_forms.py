@@ -5,9 +5,9 @@ import edge0_lab
 import numpy as np
 import pytest
 
-from edge0_lab.int4 import _layout, plan_linear, qlinear_ref, quantize, relative_l2
+from edge0_lab.int4 import plan_linear, qlinear_ref, quantize, relative_l2
 from edge0_lab.rows import Form, Layout, emit_rows
-from edge0_lab.tasks import emit_expert, emit_linear, run_linear
+from edge0_lab.tasks import emit_expert, emit_linear, plan_rows, run_linear
 from edge0_lab.vector import assembly, features, new_module, pair_instruction
 
 NEEDS = dict(sse2='sse2', avx2='avx2', avx512='avx512bw', vnni='avx512vnni', neon=None)  # plain IR of the NEON form runs anywhere
@@ -19,7 +19,7 @@ def test_all_pair_instructions_agree():
     plan, got = plan_linear(q), {}
     for pairs, need in NEEDS.items():
         if need and not features().get(need): continue
-        got[pairs] = run_linear(Form('int16', pairs), plan.layout, plan.parts, x, np.empty((2, 5), np.float32)).copy()
+        got[pairs] = run_linear(plan_rows(Form('int16', pairs), Layout(4, 64, 'f32'), plan.plan.parts, 5, 192), x, np.empty((2, 5), np.float32))
     assert len(got) >= 2
     for name, y in got.items():
         assert relative_l2(y, qlinear_ref(x, q)) <= 1e-4, name

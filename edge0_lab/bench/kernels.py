@@ -109,7 +109,7 @@ def bench_expert(
     x = rng.standard_normal((1, D), np.float32)
     xm, xb, out = mx.array(x), mx.array(x).astype(mx.bfloat16), np.empty((1, k, D), np.float32)
     pick = lambda i: (np.arange(k) + i*k)[None] % S
-    forms = {kind: choose_form(kind, stack.layouts) for kind in ('int16', 'f32')}
+    forms = {kind: stack.plan_for(kind) for kind in ('int16', 'f32')}
     arms = {'mlx f32': lambda i: mx.eval(expert_glu_ops(xm, fs, mx.array(pick(i)))), 'mlx bf16': lambda i: mx.eval(expert_glu_ops(xb, stack, mx.array(pick(i)))),
             **{f'kernel {n}': lambda i, f=f: expert_glu_fast(x, stack, pick(i), out, f) for n, f in forms.items()},
             'kernel checked': lambda i: expert_glu(xm, stack, pick(i), kernel='kernel'), 'bandwidth': lambda i: rates.append(bandwidth.run())}
@@ -162,7 +162,7 @@ def bench_prefill(
     x, slots = rng.standard_normal((T, D), np.float32), np.stack([rng.choice(E, k, False) for _ in range(T)])
     out, order = np.empty((T, k, D), np.float32), np.argsort(slots.reshape(-1), kind='stable')
     rows, ids = mx.array(x[order//k]), mx.array(slots.reshape(-1)[order][:, None])
-    arms = {**{f'kernel {n}': lambda i, f=choose_form(n, stack.layouts): expert_glu_fast(x, stack, slots, out, f) for n in ('int16', 'f32')},
+    arms = {**{f'kernel {n}': lambda i, f=stack.plan_for(n): expert_glu_fast(x, stack, slots, out, f) for n in ('int16', 'f32')},
             'tile': lambda i: expert_glu_tile(x, stack, slots)}
     for f in arms.values(): f(0)
     took = _alternate(arms, rounds, dict.fromkeys(arms, 1))
