@@ -35,24 +35,23 @@ class Staged(Exact):
         ids:mx.array, # (T, k)
     )->mx.array:      # (T, k, D)
         stage, cache, rows = self.stage, self.caches[layer], None
-        lease, device = stage.take(layer)
+        if not len(ids): return self._serve(cache, layer, x, host_ids(ids))
+        if not self.lazy: rows = host_ids(ids)
+        lease, device = stage.take(layer, ids, rows)
         if lease is None and layer not in self.predicted:
-            rows = host_ids(ids)
-            lease = stage.demand(layer, distinct(rows)) if len(rows) else None
+            if rows is None: rows = host_ids(ids)
+            lease = stage.demand(layer, distinct(rows))
         if lease is not None and not lease.missing:
             got = stage.ready(lease)
-            y = None if lease.missing or got is None else self._staged(cache, layer, x, ids, rows, lease, device, *got)
-            if y is not None: return y
+            if got is not None and not lease.missing: return self._staged(cache, layer, x, ids, rows, lease, device, *got)
         cache.counters.fallbacks += 1
         return self._serve(cache, layer, x, host_ids(ids) if rows is None else rows, 'exact', 1)
 
     def _staged(self, cache, layer, x, ids, rows, lease, device, stack, place):
-        "Compute from staged slots; None if the host sees an expert that has none."
+        "Compute from staged slots."
         missing = None
-        if self.lazy and rows is None: slots, missing = self._lookup(layer, ids, lease, device, place)
-        else:
-            try: slots = places(place, host_ids(ids) if rows is None else rows)
-            except KeyError: return None
+        if rows is None: slots, missing = self._lookup(layer, ids, lease, device, place)
+        else: slots = places(place, rows)
         y = self._glu(cache, layer, x, stack, slots, lease.slots if lease.twin is None else lease.twin.slots)
         if missing is not None: y = mx.where(missing[..., None], mx.array(float('nan'), y.dtype), y)
         self._note(cache, layer, 'staged', [lease])

@@ -58,10 +58,18 @@ class Stage:
         row.queue.append((lease, device))
         return lease
 
-    def take(self, layer:int)->tuple:
-        "The promised lease, now in use, and its device ids; (None, None) where no fill came."
+    def take(
+        self,
+        layer:int,    # model layer
+        ids=None,     # the call's ids; None takes the oldest promise
+        rows=None,    # the same on the host, where known
+    )->tuple:         # (lease, now in use; its device ids) or (None, None)
+        "The promise made for this call; older ones are void."
         row = self.rows.get(layer)
         if row is None or not row.queue: return None, None
+        i = 0 if ids is None else _promise(row.queue, ids, rows)
+        if i is None: return None, None
+        for _ in range(i): self._unuse(row.queue.popleft()[0])
         lease, device = row.queue.popleft()
         self._swap(row, lease)
         return lease, device
@@ -98,6 +106,15 @@ class ByLayer(dict):
     def each(self):
         "Every cache once."
         return list({id(c): c for c in ([self.one] if self.one is not None else self.values())}.values())
+
+def _promise(queue, ids, rows):
+    "Position of the promise for these ids: made with the very array, else one that has all of them (host) or came without an array."
+    for i, (_, device) in enumerate(queue):
+        if device is ids: return i
+    want = None if rows is None else distinct(rows)
+    for i, (lease, device) in enumerate(queue):
+        if device is None if want is None else all(e in lease.place or e in lease.missing for e in want): return i
+    return None
 
 def _same(lease, want):
     place = lease.place

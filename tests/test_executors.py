@@ -88,25 +88,33 @@ def test_no_tokens(store, truth):
 
 # ---- fallbacks
 
+@pytest.mark.parametrize('named', [True, False])
+@pytest.mark.parametrize('ahead', [0, 1])
 @pytest.mark.parametrize('kernel', ['kernel', 'ops'])
-def test_withheld_prefetches_are_fallbacks(store, truth, kernel):
-    "The prefetch of random (layer, step) pairs is withheld: as many fallbacks, no drop, the same bits."
+def test_withheld_prefetches_are_fallbacks(store, truth, kernel, ahead, named):
+    "The prefetch of random (layer, step) pairs is withheld: as many fallbacks, no drop, the same bits. ahead = 1: the next step's promise comes before this step's call, as a cross-token head makes it."
+    if kernel == 'ops' and ahead and not named: pytest.skip('two promises without their arrays cannot be told apart on the device; decode names them')
     rng, steps, k = np.random.default_rng(7), 40, 3
     cache, lanes = cache_of(store, 2*k*L + 2), Timeline()
     path = Staged(Stage(cache), kernel, lanes, predicted=range(L))
     withheld = {(l, t) for l in range(L) for t in range(steps) if rng.random() < 0.2}
+    ids = [[choice(rng, 1, k) for _ in range(L)] for _ in range(steps)]
+    def promise(l, t):
+        if t < steps and (l, t) not in withheld: path.stage.fill(l, ids[t][l].tolist(), device=ids[t][l] if named else None)
+    for l in range(L):
+        if ahead: promise(l, 0)
     for t in range(steps):
-        ids, x = [choice(rng, 1, k) for _ in range(L)], states(rng, 1)
+        x, ys = states(rng, 1), []
         for l in range(L):
-            if (l, t) not in withheld: path.stage.fill(l, ids[l].tolist(), device=ids[l])
-        ys = [path(l, x, ids[l]) for l in range(L)]
-        for l in range(L): assert same(ys[l], truth(kernel)(l, x, ids[l]))
+            promise(l, t + ahead)
+            ys.append(path(l, x, ids[t][l]))
+        for l in range(L): assert same(ys[l], truth(kernel)(l, x, ids[t][l]))
         path.evaluated()
     c = cache.counters
     assert len(withheld) > 10 and c.fallbacks == len(withheld) and c.drops == 0
-    assert {(c['layer'], i//L) for i, c in enumerate(lanes.calls) if c['fallbacks']} == withheld
+    if not ahead or kernel == 'ops': assert {(c['layer'], i//L) for i, c in enumerate(lanes.calls) if c['fallbacks']} == withheld
     assert {c['path'] for c in lanes.calls} == {'staged', 'exact'}
-    c.check(store.spec(0).total)
+    c.check(store.spec(0).total, under_way=len(cache.loading))
 
 @pytest.mark.case(9)
 def test_hot_set_has_a_home_for_misses(store, truth):
