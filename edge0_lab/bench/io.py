@@ -227,6 +227,7 @@ def bench_io(
     D:int=2048, F:int=512, E:int=256, # the 35b tier's experts
     where:str|Path=None,     # directory for the files; default the lab's cache folder
     out:str|Path=None,       # JSON to write
+    files:str|Path=None,     # directory for the files that is kept, and used as it is the next time
     seed:int=0,
     drop:bool=True,          # empty the system's page cache too, where we may (root)
     command:str=None,        # said in the result; default the call itself
@@ -234,19 +235,19 @@ def bench_io(
     "Cold and warm expert loads on a generated file, made and removed here."
     for name, v in (('gib', gib), ('rounds', rounds), ('batch', batch)):
         if not v > 0: raise ValueError(f'{name}: {v!r} is impossible; above 0')
-    rng, home = np.random.default_rng(seed), Path(tempfile.mkdtemp(prefix='bench-io-', dir=where or cache_path('bench')))
+    rng, home = np.random.default_rng(seed), Path(files or tempfile.mkdtemp(prefix='bench-io-', dir=where or cache_path('bench')))
     opened = []
     try:
         total = 3*D*F//2 + 6*D*F//64*2
         L = max(1, -(-int(gib*2**30)//(E*total)))
-        synth_experts(home/'stacked', L, E, D, F, seed=seed)
-        repack(home/'stacked', home/'repacked')
+        if not (home/'stacked'/'config.json').exists(): synth_experts(home/'stacked', L, E, D, F, seed=seed)
+        if not (home/'repacked'/'config.json').exists(): repack(home/'stacked', home/'repacked')
         stores = [{t: ExpertStore(Checkpoint.open(home/d), threads=t) for t in (1, 2, 4, 8)} for d in ('stacked', 'repacked')]
         opened = [s for group in stores for s in group.values()]
         nine, packed = stores
         slots = bench_slots(nine[1].spec(0), 32)
+        warm, held = run_warm(nine, packed, 4*rounds, batch), allocations(nine[1])
         cold = run_cold(cold_ways(nine, packed, slots, rng), rounds, batch, rng, drop)
-        warm, held = run_warm(nine, packed, rounds, batch), allocations(nine[1])
         fit = run_fit(nine[1], slots, rounds, min(24, E), rng)
         result = dict(command=command or f'edge0-lab bench io --gib {gib:g} --rounds {rounds} --batch {batch}', machine=_machine(), dropped_caches=drop and drop_caches(),
                       file=dict(gib=round(sum(s.size for s in nine[1].ck.shards)/2**30, 2), layers=L, experts=E, D=D, F=F, bytes_per_expert=total),
@@ -255,7 +256,7 @@ def bench_io(
                       allocations=held, fit=fit, paper=dict(a_ms=1.17, b_ms=1.33), ratios=bench_ratios(_middle(cold), _middle({n: v['ms'] for n, v in warm.items()})))
     finally:
         for s in opened: s.close(); s.ck.close()
-        shutil.rmtree(home)
+        if not files: shutil.rmtree(home)
     if out: Path(out).parent.mkdir(parents=True, exist_ok=True); Path(out).write_text(json.dumps(result, indent=1) + '\n')
     return result
 
