@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import edge0_lab, numpy as np
 import mlx.core as mx
 
-# %% ../nbs/02_int4.ipynb #cell003
+# %% ../nbs/02_int4.ipynb #cell006
 PARTS = ('gate.weight', 'gate.scales', 'gate.biases', 'up.weight', 'up.scales', 'up.biases', 'down.weight', 'down.scales', 'down.biases')
 BITS, GROUPS, KERNELS = (2, 3, 4, 5, 6, 8), (32, 64, 128), ('auto', 'ref', 'ops', 'kernel')
 
@@ -43,7 +43,7 @@ def host(
     mx.eval(a)
     return np.array(a, copy=False)
 
-# %% ../nbs/02_int4.ipynb #cell004
+# %% ../nbs/02_int4.ipynb #cell009
 def pack4(
     q:np.ndarray, # (..., n) integers 0..15, n a multiple of 8
 ):                # (..., n/8) uint32
@@ -59,7 +59,7 @@ def unpack4(
     "The eight nibbles of each word."
     return ((w[..., None] >> (4*np.arange(8, dtype=np.uint32))) & 15).astype(np.uint8).reshape(*w.shape[:-1], -1)
 
-# %% ../nbs/02_int4.ipynb #cell005
+# %% ../nbs/02_int4.ipynb #cell014
 def pack(
     q:np.ndarray, # (..., n) integers below 2**bits, n*bits a multiple of 32
     bits:int,     # 2, 3, 4, 5, 6 or 8
@@ -77,7 +77,7 @@ def unpack(
     stream = np.unpackbits(np.ascontiguousarray(w).view(np.uint8), axis=-1, bitorder='little')
     return np.packbits(stream.reshape(*w.shape[:-1], -1, bits), axis=-1, bitorder='little')[..., 0]
 
-# %% ../nbs/02_int4.ipynb #cell006
+# %% ../nbs/02_int4.ipynb #cell017
 @dataclass(frozen=True, eq=False)
 class QTensor:
     "A quantised matrix, (..., rows, cols): NumPy or MLX arrays, bf16 in NumPy as uint16."
@@ -112,7 +112,7 @@ class QTensor:
     def __getitem__(self, i): return self.map(lambda a: a[i])
     def __repr__(self): return f'QTensor({" x ".join(map(str, self.shape))}, {self.bits} bits, groups of {self.group_size}, {self.dtype}, {self.nbytes/2**20:.2f} MiB)'
 
-# %% ../nbs/02_int4.ipynb #cell007
+# %% ../nbs/02_int4.ipynb #cell020
 def _round(a, dtype):
     "float32 stored as bf16 (uint16), f16 or f32, to nearest even."
     if dtype == 'f32': return a
@@ -161,7 +161,7 @@ def dequantize(
     n = unpack(q.weight, q.bits)
     return (n.reshape(*n.shape[:-1], -1, q.group_size)*s + b).reshape(n.shape)
 
-# %% ../nbs/02_int4.ipynb #cell008
+# %% ../nbs/02_int4.ipynb #cell027
 def relative_l2(
     got, # array
     want,# array of the same shape
@@ -171,7 +171,7 @@ def relative_l2(
     if got.shape != want.shape: _refuse('got', got.shape, f'the shape of want, {want.shape}')
     return float(np.linalg.norm(got - want)/max(np.linalg.norm(want), 1e-300))
 
-# %% ../nbs/02_int4.ipynb #cell009
+# %% ../nbs/02_int4.ipynb #cell030
 class ExpertStack:
     "S experts (or slots): three QTensors with a leading axis; their addresses are looked up once and the memory kept."
     def __init__(self,
@@ -229,7 +229,7 @@ def _to_mlx(a):
     if is_mlx(a): return a
     return mx.array(a).view(mx.bfloat16) if a.dtype == np.uint16 else mx.array(a)
 
-# %% ../nbs/02_int4.ipynb #cell010
+# %% ../nbs/02_int4.ipynb #cell035
 def _check_x(x, width):
     if len(x.shape) != 2 or x.shape[1] != width: _refuse('x', tuple(x.shape), f'(T, {width})')
     if float_name(x) is None and str(x.dtype) != 'float64': _refuse('x', x.dtype, 'bfloat16, float16, float32')
@@ -248,7 +248,7 @@ def _like(y, x):
 
 def _f32(x): return np.ascontiguousarray(floats(host(x)), np.float32)
 
-# %% ../nbs/02_int4.ipynb #cell011
+# %% ../nbs/02_int4.ipynb #cell037
 def _silu(a): return a/(1 + np.exp(-np.maximum(a, -700)))  # e**700 still fits
 
 def expert_glu_ref(
@@ -265,6 +265,7 @@ def expert_glu_ref(
         for t, j in np.argwhere(slots == s): y[t, j] = d @ (_silu(g @ x[t])*(u @ x[t]))
     return y
 
+# %% ../nbs/02_int4.ipynb #cell039
 def _gather(x, q, slots): return mx.gather_qmm(x, *q.arrays, rhs_indices=slots, transpose=True, group_size=q.group_size, bits=q.bits)
 
 def expert_glu_ops(
@@ -278,7 +279,7 @@ def expert_glu_ops(
     g, u = (_gather(h, q, slots) for q in (stack.gate, stack.up))   # (T, k, 1, F)
     return _gather(g*mx.sigmoid(g)*u, stack.down, slots).squeeze(2).astype(x.dtype)
 
-# %% ../nbs/02_int4.ipynb #cell012
+# %% ../nbs/02_int4.ipynb #cell042
 def _fused(stack):
     "Can the compiled kernel read this stack?"
     from edge0_lab.rows import supported
@@ -320,7 +321,7 @@ def expert_glu_kernel(
     if not _fused(stack): return _like(expert_glu_tile(x, stack, slots), x)
     return _like(expert_glu_fast(_f32(x), stack, slots, np.empty((*slots.shape, stack.D), np.float32), stack.plan_for(form) if form else None), x)
 
-# %% ../nbs/02_int4.ipynb #cell013
+# %% ../nbs/02_int4.ipynb #cell047
 def resolve_kernel(
     kernel:str='auto', # 'auto', 'ref', 'ops', 'kernel'
 )->str:                # what 'auto' means on this device: 'ops' on a GPU, 'kernel' on a CPU
@@ -343,7 +344,7 @@ def expert_glu(
     y = expert_glu_ops(x, stack, slots)
     return y if is_mlx(x) else _like(np.array(y.astype(mx.float32)), x)
 
-# %% ../nbs/02_int4.ipynb #cell014
+# %% ../nbs/02_int4.ipynb #cell053
 def _check_linear(x, q):
     if not isinstance(q, QTensor) or len(q.shape) != 2: _refuse('q', getattr(q, 'shape', type(q).__name__), 'a QTensor (rows, cols)')
     if len(x.shape) < 1 or x.shape[-1] != q.shape[1]: _refuse('x', tuple(x.shape), f'(..., {q.shape[1]})')
@@ -394,7 +395,7 @@ def qlinear_fast(
     "The compiled kernel with NOTHING checked."
     return plan.run(plan.plan, x, out)
 
-# %% ../nbs/02_int4.ipynb #cell015
+# %% ../nbs/02_int4.ipynb #cell054
 def qlinear_kernel(
     x,         # (..., cols)
     q:QTensor, # (rows, cols)
