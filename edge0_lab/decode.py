@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 from fastcore.basics import patch
 
+from .int4 import resolve_kernel
 from .models import load_model
 from .prerouter import make_predictor
 from .reads import CALLS
@@ -34,7 +35,7 @@ def memory_of(
 )->dict:        # bytes; -1 where the system does not say
     "Allocator, process and page cache."
     p = psutil.Process().memory_info()
-    pages = [CALLS.resident(s.base, 0, s.size) if CALLS.name != 'plain' else None for s in (checkpoint.shards if checkpoint else ())]
+    pages = [CALLS.resident(s.base, 0, s.size) if CALLS.name != 'plain' else None for s in (checkpoint.shards if checkpoint else ()) if s.fd >= 0]
     page = os.sysconf('SC_PAGE_SIZE') if hasattr(os, 'sysconf') else 4096
     return dict(allocator_active=mx.get_active_memory(), allocator_peak=mx.get_peak_memory(), rss=p.rss, rss_anonymous=p.rss - p.shared if hasattr(p, 'shared') else -1,
                 page_cache=-1 if any(v is None for v in pages) else int(sum(v.sum(dtype=np.int64) for v in pages))*page, checkpoint=sum(s.size for s in checkpoint.shards) if checkpoint else 0)
@@ -170,7 +171,8 @@ def _predictor(self:Lab, run, k, replay):
     for b in blocks.values():
         b.router.check_k(k)
         b.k = k
-    try: return make_predictor(run.prerouter, blocks, consumers, self.tier, run.heads, self.loaded.config, run.features, replay, run.seed)
+    lazy = resolve_kernel(run.kernel) == 'ops'                   # then heads are read in four groups, not layer by layer
+    try: return make_predictor(run.prerouter, blocks, consumers, self.tier, run.heads, self.loaded.config, run.features, replay, run.seed, 'ops' if lazy else 'auto', 4 if lazy else None)
     finally:
         for l, b in blocks.items(): b.k = was[l]
 

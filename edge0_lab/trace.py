@@ -189,7 +189,23 @@ def prompt_routing(self:TraceRecorder,
     full[:, layers, :ids.shape[2]] = np.moveaxis(ids, 0, 1)
     self.prompts.append(full)
 
-# %% ../nbs/09a_trace.ipynb #cell014
+# %% ../nbs/09a_trace.ipynb #cell015
+@patch
+def positions(self:TraceRecorder,
+    tokens, # (T,) of the chunk
+    layers, # (n,)
+    rows,   # ids, weights, native_ids, predicted_ids (n, T, k), router_logits (n, T, E), where known
+):
+    "One row per position of a teacher-forced chunk."
+    T = len(tokens)
+    while self.n + T > self.room: self._grow(2*self.room)
+    at = slice(self.n, self.n + T)
+    self.cols['tokens'][at] = tokens
+    for name, v in rows.items():
+        if name in self.cols and v is not None: self.cols[name][at, layers, :v.shape[-1]] = np.moveaxis(v, 0, 1)
+    self.n += T
+
+# %% ../nbs/09a_trace.ipynb #cell016
 @patch
 def finish(self:TraceRecorder,
     prompt=(),  # prompt tokens
@@ -214,7 +230,7 @@ def _beside(held, slots, ids):
     same = (held[..., None, :] == ids[..., None]) & (ids[..., None] >= 0)           # (T, L, k, k)
     return np.where(same.any(-1), np.take_along_axis(slots, same.argmax(-1), -1), -1).astype('i4')
 
-# %% ../nbs/09a_trace.ipynb #cell020
+# %% ../nbs/09a_trace.ipynb #cell024
 @patch
 def save(self:Trace,
     path:str|Path, # by custom *.npz
@@ -231,7 +247,7 @@ def save(self:Trace,
     finally: part.unlink(missing_ok=True)
     return path
 
-# %% ../nbs/09a_trace.ipynb #cell022
+# %% ../nbs/09a_trace.ipynb #cell026
 @patch(cls_method=True)
 def load(cls:Trace,
     path:str|Path, # as saved
@@ -274,7 +290,7 @@ def _checked(cls, meta, got, refuse):
     if not isinstance(paths, list) or got['calls']['path'].max(initial=-1) >= len(paths): refuse(f'meta paths is {paths!r}, too short for the codes used')
     return cls(meta=meta, **got)
 
-# %% ../nbs/09a_trace.ipynb #cell026
+# %% ../nbs/09a_trace.ipynb #cell030
 @patch
 def to_frame(self:Trace,
     what:str='layers', # 'layers': a row per step and layer; 'experts': per step, layer and rank; 'prefill'; 'events'
