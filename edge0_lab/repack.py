@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .checkpoint import BITS, Checkpoint
+from .checkpoint import DTYPE_BITS, Checkpoint
 from .experts import _NAME, _PROJ, ExpertStore
 from .int4 import PARTS
 from .reads import CheckpointError
@@ -25,7 +25,7 @@ def _header(
     "The head of a safetensors file."
     head, at = {'__metadata__': metadata} if metadata else {}, 0
     for name, dtype, shape in tensors:
-        n = int(np.prod(shape, dtype=np.int64))*BITS[dtype]//8
+        n = int(np.prod(shape, dtype=np.int64))*DTYPE_BITS[dtype]//8
         head[name] = dict(dtype=dtype, shape=list(shape), data_offsets=[at, at + n])
         at += n
     raw = json.dumps(head, separators=(',', ':')).encode()

@@ -11,6 +11,7 @@ import ctypes, json, os, platform, resource, shutil, statistics, sys, tempfile, 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import edge0_lab
 import mlx.core as mx, numpy as np
 
 from ..settings import cache_path
