@@ -64,7 +64,7 @@ class QLinear(nn.QuantizedLinear):
     def fast(self, h, out=None):
         "(T, cols) float32 NumPy rows through the kernel, nothing checked."
         p = self.ready()
-        y = qlinear_fast(h, p, np.empty((len(h), p.rows), np.float32) if out is None else out)
+        y = qlinear_fast(h, p, np.empty((len(h), self['weight'].shape[0]), np.float32) if out is None else out)
         return y + np.array(self['bias']) if 'bias' in self else y
 
     def __call__(self, x):
