@@ -99,7 +99,7 @@ class Predictor:
         "Told for every MoE layer, in order."
 
     def pending(self):
-        "Ids that nobody has read yet: (n,) uint32 to send home with the token, or None."
+        "Ids (and NaN flags) that nobody has read yet: (n,) uint32 to send home with the token, or None."
 
     def settle(self,
         host=None, # the n numbers of `pending`, read together with the token
@@ -183,14 +183,12 @@ def deliver(self:Ahead, layer, t, ids, w):
     return ids, w
 
 # %% ../nbs/06d_crosstoken.ipynb #cell015
-_NAN = 2**32 - 1  # no expert has this number
-
 @patch
 def announce(self:Ahead, targets, sent, flags):
-    "Bring the last row's ids to the host: at once, or one group late."
+    "Bring the last row's ids to the host: at once, or one group late. NaN flags stand behind the ids."
     new = [(c, Prediction(None, *(a if a.shape[0] == 1 else a[-1:] for a in row))) for c, row in zip(targets, sent)]
-    flat = mx.concatenate([p.ids.astype(mx.uint32) for _, p in new])                                     # (n, k)
-    if flags is not None: flat = mx.where(flags[:, None], _NAN, flat)
+    flat = [p.ids.reshape(-1).astype(mx.uint32) for _, p in new] + ([] if flags is None else [flags.astype(mx.uint32)])
+    flat = flat[0] if len(flat) == 1 else mx.concatenate(flat)                                            # (n k + n,)
     if self.at_once: return self.arrive(new, np.array(flat))
     mx.async_eval(flat)
     old, self.unread = self.unread, (new, flat)
@@ -199,13 +197,15 @@ def announce(self:Ahead, targets, sent, flags):
 @patch
 def arrive(self:Ahead, told, host):
     "Ids are on the host: hand them on."
-    for (c, p), ids in zip(told, host.reshape(len(told), -1)):
-        if ids[0] == _NAN: raise ValueError(f'layer {c}: NaN in its predicted logits, from the state of layer {c - self.shift}')
-        p.host = ids
+    host, ends = host.reshape(-1), np.cumsum([p.ids.size for _, p in told])
+    for (c, _), bad in zip(told, host[ends[-1]:]):
+        if bad: raise ValueError(f'layer {c}: NaN in its predicted logits, from the state of layer {c - self.shift}')
+    for (c, p), end in zip(told, ends):
+        p.host = host[end - p.ids.size:end]
         self.tell(c, p)
 
 @patch
-def pending(self:Ahead): return self.unread[1].reshape(-1) if self.unread else None
+def pending(self:Ahead): return self.unread[1] if self.unread else None
 
 @patch
 def settle(self:Ahead, host=None):

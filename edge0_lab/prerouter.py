@@ -103,16 +103,11 @@ class Oracle(Ahead):
         lack = sorted(self.consumers - set(self.replay))
         if lack: raise ValueError(f'replay: nothing for layer {lack[0]}; allowed: ids and weights of every consumer, {sorted(self.consumers)}')
     def choices(self, group, t, inputs):
-        T, out = inputs[0][0].shape[0], []
-        for N in group:
-            ids, w = self.replay[N + 1]
-            if t + T > len(ids): raise RuntimeError(f'layer {N + 1}: the recording ends at position {len(ids) - 1}, asked for {t + T}')
-            out.append((ids[t + 1:t + 1 + T], w[t + 1:t + 1 + T]))
-        return out, None
+        T = inputs[0][0].shape[0]
+        return [tuple(a[t + 1:t + 1 + T] for a in self.replay[N + 1]) for N in group], None
     def observe(self, layer, t, h, ids, w, logits=None):
         "The last position has nothing after it to predict."
-        rest = len(next(iter(self.replay.values()))[0]) - 1 - t if self.replay else 0
-        if rest > 0: super().observe(layer, t, h[:rest], ids[:rest], w[:rest], logits)
+        if self.replay and t + 1 < len(next(iter(self.replay.values()))[0]): super().observe(layer, t, h, ids, w, logits)
 
 def shuffled(
     p:Ahead,    # a predictor
