@@ -23,7 +23,7 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
-from .int4 import ExpertStack, QTensor, expert_glu_fast, host, plan_linear, qlinear_fast
+from .int4 import ExpertStack, QTensor, expert_glu_fast, floats, host, plan_linear, qlinear_fast
 from .pool import pool
 from .rows import supported
 
@@ -58,8 +58,8 @@ class QLinear(nn.QuantizedLinear):
         held = self.__dict__.get('held')
         if held is None or held[0] is not self['weight'] or held[1] is not self['scales']:
             q = QTensor(self['weight'], self['scales'], self['biases'], self.bits, self.group_size)
-            held = self.__dict__['held'] = self['weight'], self['scales'], plan_linear(q), q
-        return held[2]
+            held = self.__dict__['held'] = self['weight'], self['scales'], plan_linear(q), len(self['weight'])
+        return held[2:]
 
     def fast(self, h, out=None):
         "(T, cols) float32 NumPy rows through the kernel, nothing checked."
@@ -131,7 +131,7 @@ class HalfLinear(nn.Linear):
         held = self.__dict__.get('held')
         if held is None or held[0] is not self['weight']: held = self.__dict__['held'] = self['weight'], np.ascontiguousarray(host(self['weight']))
         y = half_rows(held[1], h)
-        return y + np.array(self['bias'].astype(mx.float32)) if 'bias' in self else y
+        return y + floats(host(self['bias'])) if 'bias' in self else y
 
     def __call__(self, x):
         if x.size//x.shape[-1] <= 8: return _back(self.fast(rows_of(x, x.shape[-1])), x)

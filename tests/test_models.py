@@ -244,7 +244,8 @@ def test_experts_are_never_parameters_and_never_read(made):
     assert peaks[1] - peaks[0] < 2*router + 0.1*grown
 
 
-def test_families_without_a_record_stream_with_their_own_routing(tmp_path):
+@pytest.mark.parametrize('kernel', ['ops', 'auto'])
+def test_families_without_a_record_stream_with_their_own_routing(tmp_path, kernel):
     from mlx_lm.models import qwen2_moe
     config = dict(model_type='qwen2_moe', hidden_size=64, num_hidden_layers=2, intermediate_size=64, num_attention_heads=2, num_experts_per_tok=2, num_experts=8,
                   moe_intermediate_size=64, shared_expert_intermediate_size=64, rms_norm_eps=1e-6, vocab_size=96, num_key_value_heads=2)
@@ -252,11 +253,11 @@ def test_families_without_a_record_stream_with_their_own_routing(tmp_path):
     nn.quantize(model, 32, 4); model.set_dtype(mx.bfloat16)
     mx.save_safetensors(str(tmp_path/'model.safetensors'), dict(tree_flatten(model.parameters())))
     (tmp_path/'config.json').write_text(json.dumps({**config, 'quantization': dict(group_size=32, bits=4)}))
-    ours, stock = both(tmp_path, kernel='ops')
+    ours, stock = both(tmp_path, kernel=kernel)
     with ours:
         assert not ours.controlled and ours.family is None and not ours.blocks[0].controlled
-        assert gap(ours.step(TOKENS), stock(mx.array([TOKENS]))[0]) < 1e-5
-        assert gap(ours.step(TOKENS, logits='last')[0], stock(mx.array([TOKENS]))[0, -1]) < 1e-5
+        assert gap(ours.step(TOKENS), stock(mx.array([TOKENS]))[0]) < (1e-5 if kernel == 'ops' else 1e-3)
+        assert gap(ours.step(TOKENS, logits='last')[0], stock(mx.array([TOKENS]))[0, -1]) < (1e-5 if kernel == 'ops' else 1e-3)
 
 
 def test_two_models_do_not_touch_each_other_or_stock(made):
