@@ -58,14 +58,14 @@ class QLinear(nn.QuantizedLinear):
         held = self.__dict__.get('held')
         if held is None or held[0] is not self['weight'] or held[1] is not self['scales']:
             q = QTensor(self['weight'], self['scales'], self['biases'], self.bits, self.group_size)
-            held = self.__dict__['held'] = self['weight'], self['scales'], plan_linear(q), len(self['weight'])
-        return held[2:]
+            held = self.__dict__['held'] = self['weight'], self['scales'], plan_linear(q)
+        return held[2]
 
     def fast(self, h, out=None):
         "(T, cols) float32 NumPy rows through the kernel, nothing checked."
         p = self.ready()
         y = qlinear_fast(h, p, np.empty((len(h), self['weight'].shape[0]), np.float32) if out is None else out)
-        return y + np.array(self['bias']) if 'bias' in self else y
+        return y + floats(host(self['bias'])) if 'bias' in self else y
 
     def __call__(self, x):
         if x.size//x.shape[-1] <= MANY: return _back(self.fast(rows_of(x, x.shape[-1])), x)
