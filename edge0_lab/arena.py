@@ -8,6 +8,7 @@ __all__ = ['FILLS', 'FILL_THREADS', 'HOLDS', 'shared_view', 'Arena']
 # %% ../nbs/04a_arena.ipynb #cell002
 import warnings
 
+import edge0_lab
 import mlx.core as mx
 import numpy as np
 from fastcore.basics import patch

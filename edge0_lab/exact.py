@@ -8,6 +8,7 @@ __all__ = ['Timeline', 'compute', 'Path', 'places', 'Exact', 'host_ids']
 # %% ../nbs/05a_exact.ipynb #cell002
 import time
 
+import edge0_lab
 import mlx.core as mx
 import numpy as np
 

@@ -6,6 +6,7 @@
 __all__ = ['Staged', 'Hot', 'Exact', 'Path', 'Timeline', 'compute', 'host_ids', 'places', 'WholeLayer']
 
 # %% ../nbs/05_executors.ipynb #cell002
+import edge0_lab
 import mlx.core as mx
 
 from .exact import Exact, Path, Timeline, compute, host_ids, places

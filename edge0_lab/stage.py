@@ -8,6 +8,7 @@ __all__ = ['distinct', 'Stage', 'ByLayer']
 # %% ../nbs/04d_stage.ipynb #cell002
 from collections import deque
 
+import edge0_lab
 import mlx.core as mx
 import numpy as np
 from fastcore.basics import patch

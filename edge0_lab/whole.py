@@ -8,6 +8,7 @@ __all__ = ['READS', 'WholeLayer']
 # %% ../nbs/05b_whole.ipynb #cell002
 import time
 
+import edge0_lab
 import mlx.core as mx
 import numpy as np
 from fastcore.basics import patch

@@ -10,6 +10,7 @@ __all__ = ['ARMS', 'quarter_routing', 'arm_name', 'make_arm', 'fill_step', 'run_
 import gc, json, statistics, tempfile, time
 from pathlib import Path
 
+import edge0_lab
 import mlx.core as mx
 import numpy as np
 
@@ -144,7 +145,7 @@ def bookkeeping(
     kernel:str,      # 'kernel': host ids; 'ops': device ids
     same:bool,       # the same set every step, or two in turn
     k:int=8,
-    steps:int=300,
+    steps:int=100,
 )->float:            # median over steps of microseconds per layer
     "Tables and swaps of a warm staged step, without kernel and reads."
     layers, y = store.layers, mx.zeros((1, k, store.spec(0).D))
@@ -196,11 +197,13 @@ def path_events(
         path.caches[0].close()
     lanes, many = Timeline(), mx.array(np.stack([rng.permutation(E)[:k] for _ in range(32)]))
     whole, h = WholeLayer(store, recorder=lanes), mx.array(rng.standard_normal((32, D)).astype(np.float32))
-    store.evict()
-    start = time.perf_counter()
-    for l in L:
-        time.sleep(between/1e3)
-        whole(l, h, many)
+    for turn in range(2): # the first makes the arenas
+        store.evict()
+        lanes.clear()
+        start = time.perf_counter()
+        for l in L:
+            time.sleep(between/1e3)
+            whole(l, h, many)
     out['whole-layer'] = _since(lanes, start)
     whole.free()
     return out
@@ -244,11 +247,15 @@ def _measure(stores, k, rounds, rng):
     fills, held = run_fills(big, k, rounds, rng=rng), held_memory(big, k)
     ms = {arm_name(*a): round(statistics.median(v['ms']), 3) for a, v in fills.items()}
     over = {f'{busy:g} ms': {t: round(overlapped(big, t, busy, k), 3) for t in ('worker', 'main')} for busy in (0, 2, 4)}
-    books = {f'{kernel}, {what}': round(bookkeeping(stores['small'], kernel, same, k), 1) for kernel in ('kernel', 'ops') for what, same in (('unchanged', True), ('swapped', False))}
+    books = {f'{kernel}, {what}': [] for kernel in ('kernel', 'ops') for what in ('unchanged', 'swapped')}
+    for _ in range(rounds):
+        for name, turns in books.items():
+            kernel, what = name.split(', ')
+            turns.append(round(bookkeeping(stores['small'], kernel, what == 'unchanged', k), 1))
     return dict(fill_ms=ms, fill_rounds={arm_name(*a): [round(m, 3) for m in v['ms']] for a, v in fills.items()},
                 bytes={arm_name(*a): dict(read=v['bytes_read'], needed=v['needed'], loads=v['loads']) for a, v in fills.items()},
                 held={arm_name(*a): {n: round(x, 4) for n, x in v.items()} for a, v in held.items()},
-                overlapped_ms=over, bookkeeping_us=books, ratios=fill_ratios(ms), events=path_events(stores['lanes']))
+                overlapped_ms=over, bookkeeping_us={n: statistics.median(t) for n, t in books.items()}, bookkeeping_rounds=books, ratios=fill_ratios(ms), events=path_events(stores['lanes']))
 
 def fill_ratios(
     ms:dict, # arm -> ms
