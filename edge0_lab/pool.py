@@ -49,7 +49,7 @@ def wait_until(fn, ready):
     b.branch(look)
     b.position_at_end(go)
 
-# %% ../nbs/02b_pool.ipynb #cell007
+# %% ../nbs/02b_pool.ipynb #cell009
 def _emit_work(m):
     "work(job): take tasks until none is left."
     fn = Function(m, 'work', [ptr()])
@@ -72,7 +72,7 @@ def _emit_work(m):
     b.position_at_end(end)
     return fn.done()
 
-# %% ../nbs/02b_pool.ipynb #cell008
+# %% ../nbs/02b_pool.ipynb #cell010
 def _emit_helper(m, work, c):
     "pool_helper(job): a helper's life: work, watch the ticket a while, sleep until woken or told to stop."
     fn = Function(m, 'pool_helper', [ptr()], public=True)
@@ -95,7 +95,7 @@ def _emit_helper(m, work, c):
     b.position_at_end(end)
     fn.done()
 
-# %% ../nbs/02b_pool.ipynb #cell009
+# %% ../nbs/02b_pool.ipynb #cell011
 def _emit_run(m, work, c):
     "pool_run(job, n): n tasks, done when it returns. pool_stop(job): helpers leave."
     fn = Function(m, 'pool_run', [ptr(), int_(64)], public=True)
@@ -114,7 +114,7 @@ def _emit_run(m, work, c):
     wake()
     fn.done()
 
-# %% ../nbs/02b_pool.ipynb #cell010
+# %% ../nbs/02b_pool.ipynb #cell012
 @functools.cache
 def pool_code():
     "The pool, compiled: C functions helper, run, stop."
@@ -132,7 +132,7 @@ def pool_code():
     one, two = ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
     return code, one(code.address('pool_helper')), two(code.address('pool_run')), one(code.address('pool_stop'))
 
-# %% ../nbs/02b_pool.ipynb #cell012
+# %% ../nbs/02b_pool.ipynb #cell014
 def address(a): return a.__array_interface__['data'][0]  # a third of the time of a.ctypes.data
 
 def aligned(n, dtype=np.uint8):
@@ -183,7 +183,7 @@ class Pool:
         self._stop(self.job)
         for t in self.helpers: t.join()
 
-# %% ../nbs/02b_pool.ipynb #cell013
+# %% ../nbs/02b_pool.ipynb #cell015
 _pools = {}
 
 def _forked():
@@ -217,7 +217,7 @@ def pool(
                 atexit.register(lambda: os.getpid() == pid and made.close())
     return _pools[n]
 
-# %% ../nbs/02b_pool.ipynb #cell014
+# %% ../nbs/02b_pool.ipynb #cell016
 def huge_pages(
     a:np.ndarray, # at least 8 MiB, or nothing is done
 ):

@@ -12,7 +12,7 @@ from collections import namedtuple
 from .vector import (BYTES, LANES, Function, at, call, combine, const, f32, fma, fold, group_lanes, i32, i64, int_, lane_sums, lanes_of, load, loop,
                               madd, pair_instruction, prefetch, ptr, raw, shuffle, splat, vec, widen)
 
-# %% ../nbs/02c_rows.ipynb #cell003
+# %% ../nbs/02c_rows.ipynb #cell008
 Layout = namedtuple('Layout', 'bits group dtype')  # how a matrix is stored; dtype of its scales and biases: bf16, f16, f32
 Form = namedtuple('Form', 'kind pairs')            # 'f32' or 'int16' activations, and the multiply-add of pairs
 
@@ -39,7 +39,7 @@ def choose_form(
     if kind == 'f32' or pairs is None or (pairs == 'neon' and narrow): return Form('f32', None)
     return Form('int16', pairs)
 
-# %% ../nbs/02c_rows.ipynb #cell004
+# %% ../nbs/02c_rows.ipynb #cell012
 def planes(b, words, form, bits):
     "16 words as vectors of equal position: f32 (one weight a word) or i16 (one weight a half word)."
     t, n, lanes = (int_(32), 32//bits, 16) if form.kind == 'f32' else (int_(16), 16//bits, 32)
@@ -62,7 +62,7 @@ def block_dot(b, form, weights, scales, x, acc):
     for p, q in enumerate(weights): dot = madd(b, q, load(b, at(b, x, 64*p), vec(int_(16), 32), 64), dot, form.pairs)
     return fma(b, b.sitofp(dot, vec(f32())), b.fmul(scales, load(b, at(b, x, 64*n), vec(f32()), 64)), acc)
 
-# %% ../nbs/02c_rows.ipynb #cell005
+# %% ../nbs/02c_rows.ipynb #cell014
 AHEAD, SCALES_AHEAD = 2048, 512  # bytes to prefetch, measured: 13 GB/s against 10 without
 
 def emit_rows(
@@ -90,7 +90,7 @@ def emit_rows(
         b.store(v, at(b, out, b.mul(b.mul(step, i64(n)), i64(4))), 4)
     return fn.done()
 
-# %% ../nbs/02c_rows.ipynb #cell006
+# %% ../nbs/02c_rows.ipynb #cell015
 def _add(b, form, layout, words, scales, xs, acc):
     weights = list(planes(b, words, form, layout.bits))
     for x, a in zip(xs, acc): b.store(block_dot(b, form, weights, scales, x, load(b, a, vec(f32()), 64)), a, 64)
@@ -133,7 +133,7 @@ def _emit_bias(fn, layout, bs, sums, gstep, acc):
                     here = load(b, a, t, 64)
                     b.store(fma(b, v, load(b, at(b, q, b.mul(g, i64(4))), t, 4), here), a, 64)
 
-# %% ../nbs/02c_rows.ipynb #cell007
+# %% ../nbs/02c_rows.ipynb #cell019
 def planes_of(b, vs):
     "n vectors in natural order -> n vectors, the p-th holding elements p, p+n, p+2n...: halved into even and odd until one is left."
     if len(vs) == 1: return vs
@@ -164,7 +164,7 @@ def emit_prepare(m, name, form, layout):
         for p, v in zip(places, planes_of(b, [load(b, p, t, 64) for p in places])): b.store(v, p, 64)
     return fn.done()
 
-# %% ../nbs/02c_rows.ipynb #cell008
+# %% ../nbs/02c_rows.ipynb #cell020
 def _sum(b, vs, op):
     "All lanes of all vectors."
     v = vs[0]

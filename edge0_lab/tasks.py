@@ -17,7 +17,7 @@ from .pool import address, pool, wait_until
 from .rows import Form, Layout, block, emit_prepare, emit_rows, prepared_bytes
 from .vector import BYTES, Compiled, Function, at, f32, i32, i64, int_, load, loop, new_module, ptr, silu_times, smaller, use_symbol, vec
 
-# %% ../nbs/02d_tasks.ipynb #cell003
+# %% ../nbs/02d_tasks.ipynb #cell005
 TOKENS, TILE = 4, 64      # tokens at once; most rows of one tile
 WIDE, NARROW = 1, 4       # rows at once: in wide rows (gate, up, linear layers) one stream per core is fastest; short ones (down) share their ending
 ROWS_IN, ROWS_OUT = 32, 128  # rows of one task: gate and up, down
@@ -37,7 +37,7 @@ def _wait(fn, p, n):
     b = fn.b
     wait_until(fn, lambda: b.icmp_signed('>=', b.load_atomic(p, 'seq_cst', 4, typ=int_(32)), n))
 
-# %% ../nbs/02d_tasks.ipynb #cell004
+# %% ../nbs/02d_tasks.ipynb #cell007
 class _Ranges:
     "Functions for any range of rows of one module: by layout, rows at once and tokens at once, each made once."
     def __init__(self, m, form): self.m, self.form, self.made, self.rows = m, form, {}, {}
@@ -67,7 +67,7 @@ class _Ranges:
                 b.call(f, [*base, *shape, _float(b, out, b.sub(r, r0)), step, *xs])
         return fn.done()
 
-# %% ../nbs/02d_tasks.ipynb #cell005
+# %% ../nbs/02d_tasks.ipynb #cell009
 LINEAR = 'task weight scales biases x prepared y T rows cols rows_task blocks xbytes sync'.split()
 
 def emit_linear(m, form, layout):
@@ -103,7 +103,7 @@ def _emit_outputs(fn, ranges, layout, R, parts, cols, r0, r1, tile, t0, t1, toke
                     b.store(load(b, _float(b, tile, b.add(j, i64(n*TILE))), f32(), 4), _float(b, out, j), 4)
     with loop(fn, middle, t1) as t: ranges.call(b, layout, R, parts, cols, r0, r1, _float(b, dest(t), r0), i64(0), [token(t)])
 
-# %% ../nbs/02d_tasks.ipynb #cell006
+# %% ../nbs/02d_tasks.ipynb #cell012
 EXPERT = ('task table slot first order k x xprepared h hprepared y T D F in_blocks out_blocks segments xbytes hbytes hstep sync').split()
 
 def emit_expert(m, form, gate, up, down):
@@ -136,7 +136,7 @@ def _segment(b, a, s):
 
 def _done(b, sync, s, field): return at(b, sync, b.add(b.mul(s, i64(8)), i64(64 + field)))
 
-# %% ../nbs/02d_tasks.ipynb #cell007
+# %% ../nbs/02d_tasks.ipynb #cell013
 def _emit_hidden(fn, a, ranges, gate, up, tiles, s, blk, prepare):
     "h = silu(gate x) * (up x) for one block of rows; whoever ends a segment's last block prepares its h."
     b = fn.b
@@ -174,7 +174,7 @@ def _emit_down(fn, a, ranges, down, tile, s, blk):
     _emit_outputs(fn, ranges, down, NARROW, parts[6:], F, r0, r1, tile, p0, p1, lambda p: at(b, hprepared, b.mul(p, hbytes)),
                   lambda p: _float(b, y, b.mul(_long(b, order, p), D)))
 
-# %% ../nbs/02d_tasks.ipynb #cell008
+# %% ../nbs/02d_tasks.ipynb #cell015
 @functools.cache
 def linear_code(
     form:Form, layout:Layout
@@ -197,7 +197,7 @@ def expert_code(
     code = Compiled(m)
     return code, code.address('expert_task')
 
-# %% ../nbs/02d_tasks.ipynb #cell009
+# %% ../nbs/02d_tasks.ipynb #cell017
 SEGMENT = 64  # most (token, expert) pairs of one expert in a segment
 
 @functools.cache
@@ -218,7 +218,7 @@ def segments(
     first = np.concatenate([np.arange(s, s + n, SEGMENT) for s, n in zip(starts, lengths)])
     return flat[first], np.r_[first, len(flat)], order
 
-# %% ../nbs/02d_tasks.ipynb #cell010
+# %% ../nbs/02d_tasks.ipynb #cell023
 ExpertPlan = namedtuple('ExpertPlan', 'task table D F in_blocks out_blocks xbytes hbytes hstep')
 LinearPlan = namedtuple('LinearPlan', 'task parts rows cols rows_task blocks xbytes')
 
@@ -242,7 +242,7 @@ def plan_rows(
     n = min(256, max(16, rows//64//16*16))
     return LinearPlan(linear_code(form, layout)[1], parts, rows, cols, n, -(-rows//n), prepared_bytes(form, layout, cols))
 
-# %% ../nbs/02d_tasks.ipynb #cell011
+# %% ../nbs/02d_tasks.ipynb #cell024
 def run_expert(
     plan,  # ExpertPlan
     x,     # (T, D) f32, C order

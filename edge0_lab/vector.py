@@ -76,7 +76,7 @@ def loop(
     b.branch(head)
     b.position_at_end(end)
 
-# %% ../nbs/02a_vector.ipynb #cell009
+# %% ../nbs/02a_vector.ipynb #cell010
 def at(b, p, offset):
     "Pointer `p` moved by `offset` bytes."
     return b.gep(p, [i64(offset) if isinstance(offset, int) else offset], source_etype=int_(8))
@@ -98,7 +98,7 @@ def prefetch(b, p): call(b, 'llvm.prefetch.p0', ir.VoidType(), [p, i32(0), i32(3
 
 def smaller(b, x, y): return b.select(b.icmp_signed('<', x, y), x, y)
 
-# %% ../nbs/02a_vector.ipynb #cell011
+# %% ../nbs/02a_vector.ipynb #cell012
 def raw(dtype): return f32() if dtype == 'f32' else int_(16)
 
 def widen(b, x, dtype):
@@ -119,7 +119,7 @@ def group_lanes(b, p, block, words, dtype):
     v = widen(b, load(b, at(b, p, b.mul(index, i64(BYTES[dtype]))), vec(raw(dtype), n)), dtype)
     return shuffle(b, v, v, [i*n//LANES for i in range(LANES)])
 
-# %% ../nbs/02a_vector.ipynb #cell012
+# %% ../nbs/02a_vector.ipynb #cell013
 def combine(b, x, y, op):
     "Lane by lane: 'fadd', 'add' or 'larger' (as signed integers)."
     return b.select(b.icmp_signed('>', x, y), x, y) if op == 'larger' else getattr(b, op)(x, y)
@@ -144,7 +144,7 @@ def lane_sums(b, vs):
     v = pairs(*vs[:2])
     return pairs(v, pairs(*vs[2:])) if len(vs) == 4 else b.fadd(shuffle(b, v, v, [0, 2]), shuffle(b, v, v, [1, 3]))
 
-# %% ../nbs/02a_vector.ipynb #cell014
+# %% ../nbs/02a_vector.ipynb #cell015
 def madd(b, x, y, acc, how):
     "acc + sums of neighbouring products of x and y (32 x i16): 16 x i32. NEON pairs lanes i and i+4 of each 8: the same group of weights."
     if how == 'vnni': return call(b, 'llvm.x86.avx512.vpdpwssd.512', vec(int_(32)), [acc, x, y])
@@ -160,7 +160,7 @@ def madd(b, x, y, acc, how):
     while len(parts) > 1: parts = [shuffle(b, p, q, range(2*p.type.count)) for p, q in zip(parts[::2], parts[1::2])]
     return b.add(acc, parts[0])
 
-# %% ../nbs/02a_vector.ipynb #cell016
+# %% ../nbs/02a_vector.ipynb #cell017
 def exponential(b, x):
     "e**x on 16 lanes to f32 precision; x is held to [-87, 88], NaN stays NaN."
     V, c = vec(f32()), lambda v: splat(f32(), v)
@@ -178,7 +178,7 @@ def silu_times(b, gate, up):
     "silu(gate) * up."
     return b.fmul(b.fdiv(gate, b.fadd(splat(f32(), 1.0), exponential(b, b.fneg(gate)))), up)
 
-# %% ../nbs/02a_vector.ipynb #cell018
+# %% ../nbs/02a_vector.ipynb #cell019
 @functools.cache
 def features():
     "The host's CPU features that we know how to use, as LLVM names them."
@@ -197,7 +197,7 @@ def machine(triple=None, cpu=None, extra=None):
     if features().get('avx512vnni'): flags += ',+fast-dpwssd'
     return llvm.Target.from_default_triple().create_target_machine(cpu=llvm.get_host_cpu_name(), features=flags, opt=3, jit=True)
 
-# %% ../nbs/02a_vector.ipynb #cell019
+# %% ../nbs/02a_vector.ipynb #cell020
 def new_module(
     name,        # shown in the notice when it is compiled
     triple=None, # another machine, as 'aarch64-unknown-linux-gnu'; None is the host
@@ -230,7 +230,7 @@ def assembly(
     target = machine(module.triple, cpu, extra) if cpu else machine()
     return target.emit_assembly(optimised(str(module), target))
 
-# %% ../nbs/02a_vector.ipynb #cell020
+# %% ../nbs/02a_vector.ipynb #cell021
 def cached_object(
     text,  # IR
 ):         # path of the object file, or None where the cache cannot be written
@@ -256,7 +256,7 @@ def _write(path, data):
         os.replace(part, path)
     except OSError as e: print(f'edge0_lab: kernel not cached ({e}); it is compiled again next time', file=sys.stderr)
 
-# %% ../nbs/02a_vector.ipynb #cell021
+# %% ../nbs/02a_vector.ipynb #cell022
 class Compiled:
     "Machine code of one module: `address(name)`; `origin` is 'cache' or 'compiled'."
     def __init__(self, module):
@@ -280,7 +280,7 @@ def use_symbol(name):
     import llvmlite.binding as llvm
     llvm.add_symbol(name, ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value)
 
-# %% ../nbs/02a_vector.ipynb #cell023
+# %% ../nbs/02a_vector.ipynb #cell024
 @functools.cache
 def pair_instruction():
     "Best multiply-add of pairs on this host: 'vnni', 'avx512', 'avx2', 'sse2', 'neon', or None for an unknown CPU."

@@ -79,7 +79,7 @@ def _f32_scales(q):
 
 def f32_stack(stack): return ExpertStack(**{n: _f32_scales(getattr(stack, n)) for n in ('up', 'gate', 'down')})
 
-# %% ../../nbs/13a_bench_kernels.ipynb #cell009
+# %% ../../nbs/13a_bench_kernels.ipynb #cell011
 def _median(f, n):
     "Median seconds of n calls; f gets the call's number."
     times = []
@@ -96,7 +96,7 @@ def _alternate(arms, rounds, counts):
         for name, f in arms.items(): seen[name].append(_median(lambda i: f(r*counts[name] + i), counts[name]))
     return {name: float(np.median(v)) for name, v in seen.items()}
 
-# %% ../../nbs/13a_bench_kernels.ipynb #cell010
+# %% ../../nbs/13a_bench_kernels.ipynb #cell012
 def bench_expert(
     stack:ExpertStack, # more bytes than the cache
     k:int,             # experts per token
@@ -131,7 +131,7 @@ def _row(what, took, error, nbytes, rates):
                 gb_s={n: round(nbytes/t/1e9, 2) for n, t in took.items()}, share={n: round(nbytes/t/1e9/rate, 3) for n, t in took.items()},
                 times_mlx_f32=round(took['mlx f32']/best, 1), relative_l2={n: float(f'{e:.2e}') for n, e in error.items()})
 
-# %% ../../nbs/13a_bench_kernels.ipynb #cell011
+# %% ../../nbs/13a_bench_kernels.ipynb #cell014
 def bench_linear(
     rows:int, cols:int, gib:float, bandwidth, rounds:int, rng
 ): # one row of the report
@@ -152,26 +152,26 @@ def bench_linear(
     took = _alternate(arms, rounds, {a: 1 if a == 'bandwidth' else 2 if 'mlx' in a else max(8, n//rounds) for a in arms})
     return _row(dict(what='qlinear', rows=rows, cols=cols), took, error, layers[0].nbytes, rates)
 
-# %% ../../nbs/13a_bench_kernels.ipynb #cell012
+# %% ../../nbs/13a_bench_kernels.ipynb #cell015
 def bench_prefill(
     stack:ExpertStack, # 256 experts
     T:int, k:int, rounds:int, rng, slow:bool=True
 ): # one row of the report
-    "T tokens at once over all experts, uniformly chosen: ours, dequantise-and-matmul, and MLX's gather over pairs sorted by expert, as mlx-lm does."
+    "T tokens at once, experts uniformly chosen: ours, and MLX's gather over pairs sorted by expert, as mlx-lm does (slow), or dequantise-and-matmul."
     D, fs, E = stack.D, f32_stack(stack), stack.S
     x, slots = rng.standard_normal((T, D), np.float32), np.stack([rng.choice(E, k, False) for _ in range(T)])
     out, order = np.empty((T, k, D), np.float32), np.argsort(slots.reshape(-1), kind='stable')
     rows, ids = mx.array(x[order//k]), mx.array(slots.reshape(-1)[order][:, None])
-    arms = {**{f'kernel {n}': lambda i, f=stack.plan_for(n): expert_glu_fast(x, stack, slots, out, f) for n in ('int16', 'f32')},
-            'tile': lambda i: expert_glu_tile(x, stack, slots)}
+    arms = {f'kernel {n}': lambda i, f=stack.plan_for(n): expert_glu_fast(x, stack, slots, out, f) for n in ('int16', 'f32')}
     for f in arms.values(): f(0)
-    took = _alternate(arms, rounds, dict.fromkeys(arms, 1))
-    if slow: took['mlx f32'] = _median(lambda i: mx.eval(expert_glu_ops(rows, fs, ids)), 1)
+    took = _alternate(arms, rounds, dict.fromkeys(arms, 2))
+    if not slow: took['tile'] = _median(lambda i: expert_glu_tile(x, stack, slots), 1)
+    else: took['mlx f32'] = _median(lambda i: mx.eval(expert_glu_ops(rows, fs, ids)), 1)
     error = relative_l2(expert_glu_fast(x, stack, slots, out)[:1], expert_glu_ref(x[:1], stack, slots[:1]))
     row = dict(what='prefill', T=T, k=k, E=E, D=D, F=stack.F, ms={n: round(t*1e3, 2) for n, t in took.items()}, relative_l2=float(f'{error:.2e}'))
     return row | (dict(times_mlx_f32=round(took['mlx f32']/took['kernel int16'], 1)) if slow else {})
 
-# %% ../../nbs/13a_bench_kernels.ipynb #cell013
+# %% ../../nbs/13a_bench_kernels.ipynb #cell017
 FIRST = 'import time; t = time.perf_counter(); import edge0_lab.int4 as m; a = time.perf_counter() - t; import numpy as np; from edge0_lab.bench.kernels import random_stack; ' \
         's = random_stack(np.random.default_rng(0), 256, 128, 0.001); x = np.ones((1, 256), np.float32); t = time.perf_counter(); m.expert_glu(x, s, np.zeros((1, 1), int)); print(a, time.perf_counter() - t)'
 
@@ -181,7 +181,7 @@ def first_call():
         got = [subprocess.run([sys.executable, '-c', FIRST], env=os.environ | dict(EDGE0_LAB_CACHE=d), capture_output=True, text=True, check=True).stdout.split() for _ in range(2)]
     return {n: dict(import_s=round(float(a), 2), first_call_s=round(float(b), 2)) for n, (a, b) in zip(('cold', 'warm'), got)}
 
-# %% ../../nbs/13a_bench_kernels.ipynb #cell014
+# %% ../../nbs/13a_bench_kernels.ipynb #cell019
 def _line(r):
     shape = f'{r["D"]}/{r["F"]} k={r["k"]}' if r['what'] == 'expert_glu' else f'{r["rows"]} x {r["cols"]}'
     return f'{r["what"]:11s}{shape:17s}' + ''.join(f'{r["ms"][n]:10.3f}' for n in ('mlx f32', 'mlx bf16', 'kernel f32', 'kernel int16')) + \
@@ -200,7 +200,7 @@ def kernel_table(
     return '\n'.join([HEAD] + [(_prefill_line if r['what'] == 'prefill' else _line)(r) for r in report['rows'] + report['crossover']] +
                      [f'first call in a fresh process: {first["cold"]["first_call_s"]} s with an empty cache, {first["warm"]["first_call_s"]} s after that; import {first["warm"]["import_s"]} s'])
 
-# %% ../../nbs/13a_bench_kernels.ipynb #cell015
+# %% ../../nbs/13a_bench_kernels.ipynb #cell020
 @call_parse
 def bench_kernels(
     out:str='',      # JSON file to write; none is written without
@@ -223,7 +223,7 @@ def bench_kernels(
     stack = random_stack(rng, *((128, 64, 0.001) if quick else (2048, 512, 256*3*2048*512*36/64/2**30)))
     for T in (3, 9) if quick else (128, 512): add(rows, bench_prefill(stack, T, 8, 2, rng))
     few = ExpertStack(**{n: getattr(stack, n)[:8] for n in ('up', 'gate', 'down')})
-    for T in (1, 5) if quick else (1, 4, 16, 64, 256, 1024): add(crossover, bench_prefill(few, T, 8, 2, rng, slow=False))
+    for T in (1, 5) if quick else (1, 4, 16, 64, 256, 512): add(crossover, bench_prefill(few, T, 8, 2, rng, slow=False))
     import llvmlite.binding as llvm
     report = dict(schema=1, command='edge0-lab bench kernels', machine=dict(cpu=llvm.get_host_cpu_name(), cores=cores(), system=platform.system(), arch=platform.machine(), pairs=choose_form().pairs, blas=edge0_lab.blas.blas_report()),
                   versions=dict(mlx=mx.__version__, llvm='.'.join(map(str, llvm.llvm_version_info))), gib=gib, read_gib=read_gib, rounds=rounds, rows=rows, crossover=crossover, first_call=first_call())
