@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CrossTokenState', 'Prediction', 'Predictor', 'Ahead']
 
-# %% ../nbs/06d_crosstoken.ipynb #cell002
+# %% ../nbs/06d_crosstoken.ipynb #cell003
 from collections import deque
 
 import mlx.core as mx, numpy as np
@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 from .heads import earlier
 
-# %% ../nbs/06d_crosstoken.ipynb #cell007
+# %% ../nbs/06d_crosstoken.ipynb #cell008
 class CrossTokenState:
     "Choices made earlier and used later, per consumer layer."
     def __init__(self,
@@ -55,7 +55,7 @@ class CrossTokenState:
             at += min(n, ids.shape[0])
         return tuple(mx.concatenate([p[j].astype(parts[-1][j].dtype) for p in parts]) for j in (1, 2))
 
-# %% ../nbs/06d_crosstoken.ipynb #cell010
+# %% ../nbs/06d_crosstoken.ipynb #cell011
 class Prediction:
     "A choice made ahead: on the host to fetch by, on the device to route by."
     __slots__ = ('host', 'ids', 'w')
@@ -110,7 +110,7 @@ class Predictor:
         "Hands a prediction to `on_prediction`."
         if self.on_prediction is not None: self.on_prediction(layer, p)
 
-# %% ../nbs/06d_crosstoken.ipynb #cell013
+# %% ../nbs/06d_crosstoken.ipynb #cell014
 def _groups(owners, n):
     "Owners in at most n runs of about equal length."
     cuts = [round(j*len(owners)/n) for j in range(n + 1)]
@@ -138,7 +138,7 @@ class Ahead(Predictor):
         self.before = {N: mx.array(np.asarray(i, np.uint32).reshape(1, -1)) for N, i in (before or {}).items()}
         self.inputs, self.unread = {}, None
 
-# %% ../nbs/06d_crosstoken.ipynb #cell014
+# %% ../nbs/06d_crosstoken.ipynb #cell015
 @patch
 def observe(self:Ahead, layer, t, h, ids, w, logits=None):
     "Keep what a group needs; with its last layer, predict."
@@ -182,7 +182,7 @@ def deliver(self:Ahead, layer, t, ids, w):
     self.state.put(layer, t, ids, w)
     return ids, w
 
-# %% ../nbs/06d_crosstoken.ipynb #cell015
+# %% ../nbs/06d_crosstoken.ipynb #cell016
 @patch
 def announce(self:Ahead, targets, sent, flags):
     "Bring the last row's ids to the host: at once, or one group late. NaN flags stand behind the ids."

@@ -6,12 +6,11 @@
 __all__ = ['Corpus', 'Dequantised', 'Seen', 'collect', 'router_kl', 'stacked', 'unstacked', 'head_logits', 'HeadRun', 'fit_heads',
            'predicted', 'judge', 'gather_seen', 'train_heads']
 
-# %% ../nbs/10_distill.ipynb #cell002
+# %% ../nbs/10_distill.ipynb #cell003
 import hashlib, json, os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import edge0_lab
 import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim, numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
@@ -22,7 +21,7 @@ from .prerouter import Heads, earlier, feature_vector, router_weights, warm_head
 from .routing import agreement, overlap
 from .settings import cache_path, data_path, tier as _tier
 
-# %% ../nbs/10_distill.ipynb #cell005
+# %% ../nbs/10_distill.ipynb #cell006
 class Corpus:
     "Token streams: `streams['train/english']` is (n,) ids."
     def __init__(self, streams:dict):
@@ -64,7 +63,7 @@ class Corpus:
             out.append(s[at:at + T])
         return np.stack(out).astype(np.int32)
 
-# %% ../nbs/10_distill.ipynb #cell009
+# %% ../nbs/10_distill.ipynb #cell010
 class Dequantised:
     "Path over the float32 reconstruction of the int4 experts."
     label = 'dequantised'
@@ -100,7 +99,7 @@ class Dequantised:
             y[rows] = (g/(1 + np.exp(-g))*(a @ up[e].T)) @ down[e].T
         return mx.array(y.reshape(*ids.shape, -1))
 
-# %% ../nbs/10_distill.ipynb #cell012
+# %% ../nbs/10_distill.ipynb #cell013
 @dataclass
 class Seen:
     "What a run over text showed: n owners, B windows of T tokens."
@@ -158,7 +157,7 @@ def collect(
     return Seen(owners, whole(owners, 'h'), whole(owners, 'ids').astype(np.uint16), whole([N + 1 for N in owners], 'logits'),
                 replace(blocks[owners[0]].router, k=k), {N: None if v is None else np.array(v.astype(mx.float32)) for N, v in bias.items()})
 
-# %% ../nbs/10_distill.ipynb #cell015
+# %% ../nbs/10_distill.ipynb #cell016
 def router_kl(
     target, # (..., E) true logits
     logits, # (..., E) predicted logits
@@ -173,7 +172,7 @@ def router_kl(
     s = mx.sigmoid(target)
     return (s*(yes(target) - yes(logits)) + (1 - s)*(yes(-target) - yes(-logits))).sum(-1)
 
-# %% ../nbs/10_distill.ipynb #cell018
+# %% ../nbs/10_distill.ipynb #cell019
 def stacked(
     heads:Heads,
     owners,      # in order
@@ -207,7 +206,7 @@ def _features(seen, rows, mask=None):
     feat = feature_vector(mx.array(h.astype(np.float32)), mx.array(ids.astype(np.int32)), mx.array(before.astype(np.int32)), seen.router.E)
     return feat if mask is None else feat*mask, mx.array(target.astype(np.float32))
 
-# %% ../nbs/10_distill.ipynb #cell020
+# %% ../nbs/10_distill.ipynb #cell021
 @dataclass(frozen=True)
 class HeadRun:
     "Settings of one training; a saved state only continues the same ones."
@@ -246,7 +245,7 @@ def _mask(without, D, E):
     col = np.arange(D + 2*E)
     return mx.array(~np.any([(a <= col) & (col < b) for a, b in (span[n] for n in without)], axis=0)).astype(mx.float32) if without else None
 
-# %% ../nbs/10_distill.ipynb #cell021
+# %% ../nbs/10_distill.ipynb #cell022
 def fit_heads(
     seen:Seen,           # what the model showed
     heads:Heads,         # where to begin
@@ -288,7 +287,7 @@ def fit_heads(
         if state and rank == 0 and (i + 1 == last or (i + 1) % save_every == 0): _save(state, params, opt, i + 1, curve, about)
     return unstacked(params, owners, seen.k, heads.source, np.float32), curve
 
-# %% ../nbs/10_distill.ipynb #cell027
+# %% ../nbs/10_distill.ipynb #cell028
 def predicted(
     seen:Seen,
     heads:Heads,
@@ -311,7 +310,7 @@ def judge(
     flat = lambda a, j: a[j].reshape(-1, a.shape[-1])
     return [dict(owner=N, kl=float(kl[j]), **agreement(flat(wide, j), flat(true, j), m)) for j, N in enumerate(seen.owners)]
 
-# %% ../nbs/10_distill.ipynb #cell030
+# %% ../nbs/10_distill.ipynb #cell031
 def _fingerprint(folder, *settings):
     "Changes when the checkpoint or the settings do."
     files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(Path(folder).glob('model*.safetensors'))]
@@ -350,7 +349,7 @@ def gather_seen(
             os.replace(part, file)
     return _exchange(mine, group)
 
-# %% ../nbs/10_distill.ipynb #cell031
+# %% ../nbs/10_distill.ipynb #cell032
 def train_heads(
     tier:str,               # name in settings.ini
     k:int=None,             # experts per token; default the tier's

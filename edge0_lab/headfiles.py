@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FORMAT_VERSION', 'write_heads', 'read_heads', 'find_heads']
 
-# %% ../nbs/06b_headfiles.ipynb #cell002
+# %% ../nbs/06b_headfiles.ipynb #cell003
 import json, os, re, struct
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from .heads import PARTS_OF_A_HEAD, Heads
 from .routing import Router
 from .store import Checkpoint, CheckpointError
 
-# %% ../nbs/06b_headfiles.ipynb #cell007
+# %% ../nbs/06b_headfiles.ipynb #cell008
 _SPELLING = dict(layers='layers.{}.{}.weight', mlp='layers.{}.mlp.prerouter.{}.weight')
 _KIND = {np.dtype(np.float16): 'F16', np.dtype(np.float32): 'F32'}
 FORMAT_VERSION = '1'
@@ -48,7 +48,7 @@ def write_heads(
     os.replace(part, path)
     return path
 
-# %% ../nbs/06b_headfiles.ipynb #cell012
+# %% ../nbs/06b_headfiles.ipynb #cell013
 _NAME = re.compile(r'layers\.(\d+)\.(?:mlp\.prerouter\.)?(' + '|'.join(PARTS_OF_A_HEAD) + r')\.weight')
 
 def _tensors(ck, path):
@@ -77,7 +77,7 @@ def _about(ck, path):
         return v
     return whole('owners', said.get('owners')), whole('K', said.get('K')), str(said.get('source', ''))
 
-# %% ../nbs/06b_headfiles.ipynb #cell013
+# %% ../nbs/06b_headfiles.ipynb #cell014
 def read_heads(
     path:str|Path,     # prerouter_*.safetensors
     owners=None,       # layers that must own a head, as in a tier; None: what the file says
@@ -108,7 +108,7 @@ def _fits(heads, path, config, k, H):
     for key, v in wanted.items():
         if v is not None and getattr(heads, key) != v: raise CheckpointError(path, None, f'heads were made for {key} = {getattr(heads, key)}', getattr(heads, key), v)
 
-# %% ../nbs/06b_headfiles.ipynb #cell018
+# %% ../nbs/06b_headfiles.ipynb #cell019
 def find_heads(
     folder:str|Path, # checkpoint directory
     k:int,           # experts per token as served

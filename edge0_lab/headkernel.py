@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COLS', 'ROWS', 'head_logits_ref', 'rows_code', 'HeadKernel']
 
-# %% ../nbs/06c_headkernel.ipynb #cell002
+# %% ../nbs/06c_headkernel.ipynb #cell003
 import ctypes, functools
 
 import numpy as np
@@ -14,7 +14,7 @@ from .heads import Heads
 from .pool import aligned, pool
 from .vector import Compiled, Function, at, call, const, f32, fma, fold, i64, int_, ir, load, loop, new_module, ptr, smaller, splat, use_symbol, vec
 
-# %% ../nbs/06c_headkernel.ipynb #cell007
+# %% ../nbs/06c_headkernel.ipynb #cell008
 def head_logits_ref(
     heads:Heads,
     N:int,       # owner
@@ -29,7 +29,7 @@ def head_logits_ref(
     z = fc1 @ feat
     return init @ feat + fc2 @ (0.5*z*(1 + np.array([math.erf(v/2**0.5) for v in z])))
 
-# %% ../nbs/06c_headkernel.ipynb #cell012
+# %% ../nbs/06c_headkernel.ipynb #cell013
 COLS = 32  # columns are padded to a multiple of this
 
 def _half(b, p, n=16): return b.fpext(b.bitcast(load(b, p, vec(int_(16), n), 2), vec(ir.HalfType(), n)), vec(f32(), n))
@@ -51,7 +51,7 @@ def _emit_dots(m, R):
         b.store(b.extract_element(s, const(int_(32), 0)), at(b, out, 4*j), 4)
     return fn.done()
 
-# %% ../nbs/06c_headkernel.ipynb #cell013
+# %% ../nbs/06c_headkernel.ipynb #cell014
 def _gelu(b, z):
     "0.5 z (1 + erf(z / sqrt 2)), one number."
     e = call(b, 'erff', f32(), [b.fmul(z, const(f32(), 0.5**0.5))])
@@ -91,7 +91,7 @@ def rows_code():
     code = Compiled(m)
     return code, code.address('rows_task')
 
-# %% ../nbs/06c_headkernel.ipynb #cell015
+# %% ../nbs/06c_headkernel.ipynb #cell016
 def _up(n, m): return -(-n//m)*m
 
 class HeadKernel:

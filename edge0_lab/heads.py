@@ -6,14 +6,14 @@
 __all__ = ['PARTS_OF_A_HEAD', 'earlier', 'feature_vector', 'PrerouterHead', 'warm_start', 'router_weights', 'Heads', 'warm_heads',
            'StackedHeads']
 
-# %% ../nbs/06a_heads.ipynb #cell002
+# %% ../nbs/06a_heads.ipynb #cell003
 import re
 
 import mlx.core as mx, mlx.nn as nn, numpy as np
 
 from .routing import topk_onehot
 
-# %% ../nbs/06a_heads.ipynb #cell007
+# %% ../nbs/06a_heads.ipynb #cell008
 def earlier(
     ids,         # (T, k) choices of consecutive tokens, MLX or NumPy
     E:int,       # experts
@@ -36,7 +36,7 @@ def feature_vector(
     hot = [topk_onehot(i, E + 1, h.dtype, check=False)[..., :E] for i in (ids, before)]
     return (mx if isinstance(h, mx.array) else np).concatenate([h, *hot], axis=-1)
 
-# %% ../nbs/06a_heads.ipynb #cell010
+# %% ../nbs/06a_heads.ipynb #cell011
 def _product(
     weight, # (R, D + 2E)
     h,      # (T, D)
@@ -76,7 +76,7 @@ class PrerouterHead(nn.Module):
         "The formula as it stands, zeros multiplied too: the oracle."
         return self.linear_init(feat) + self.fc2(nn.gelu(self.fc1(feat)))
 
-# %% ../nbs/06a_heads.ipynb #cell013
+# %% ../nbs/06a_heads.ipynb #cell014
 def warm_start(
     gate:np.ndarray, # (E, D) router weight of the NEXT layer, dequantised
     H:int,           # hidden width
@@ -89,7 +89,7 @@ def warm_start(
                 fc2=np.zeros((E, H), np.float32),
                 linear_init=np.concatenate([np.asarray(gate, np.float32), np.zeros((E, 2*E), np.float32)], axis=1))
 
-# %% ../nbs/06a_heads.ipynb #cell019
+# %% ../nbs/06a_heads.ipynb #cell020
 _GATE = re.compile(r'(?:.*\.)?layers\.(\d+)\.(?:mlp|block_sparse_moe)\.gate(?:\.gate_proj)?\.weight')
 
 def router_weights(
@@ -112,7 +112,7 @@ def _dense(ck, name):
     if bits not in (2, 3, 4, 5, 6, 8) or group != int(group): raise ValueError(f'{name}: {w.shape} words and {s.shape} scales fit no quantisation of a row of {D}')
     return np.array(mx.dequantize(mx.array(w), s, b, group_size=int(group), bits=int(bits)))
 
-# %% ../nbs/06a_heads.ipynb #cell022
+# %% ../nbs/06a_heads.ipynb #cell023
 PARTS_OF_A_HEAD = ('fc1', 'fc2', 'linear_init')
 
 class Heads:
@@ -168,7 +168,7 @@ def warm_heads(
     if lack: raise ValueError(f'owners: layer {lack[0]} predicts layer {lack[0] + 1}, which has no router; allowed: {[N - 1 for N in sorted(gates)]}')
     return Heads({N: warm_start(gates[N + 1], H, seed + N) for N in owners}, k, 'warm start')
 
-# %% ../nbs/06a_heads.ipynb #cell025
+# %% ../nbs/06a_heads.ipynb #cell026
 class StackedHeads:
     "Heads of several layers as three arrays and two products."
     def __init__(self,

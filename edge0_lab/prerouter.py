@@ -8,7 +8,7 @@ __all__ = ['PREDICTORS', 'Learned', 'NextGate', 'SameToken', 'Previous', 'Oracle
            'head_logits_ref', 'earlier', 'feature_vector', 'router_weights', 'warm_heads', 'warm_start', 'find_heads',
            'read_heads', 'write_heads']
 
-# %% ../nbs/06_prerouter.ipynb #cell002
+# %% ../nbs/06_prerouter.ipynb #cell003
 import mlx.core as mx, numpy as np
 
 from .crosstoken import Ahead, CrossTokenState, Prediction, Predictor
@@ -19,7 +19,7 @@ from .heads import Heads, PrerouterHead, StackedHeads, earlier, feature_vector, 
 _all_ = ['Ahead', 'CrossTokenState', 'Prediction', 'Predictor', 'Heads', 'PrerouterHead', 'StackedHeads', 'HeadKernel', 'head_logits_ref', 'earlier', 'feature_vector', 'router_weights', 'warm_heads', 'warm_start',
          'find_heads', 'read_heads', 'write_heads']
 
-# %% ../nbs/06_prerouter.ipynb #cell021
+# %% ../nbs/06_prerouter.ipynb #cell022
 class Learned(Ahead):
     "Trained heads route the next layer at the next token."
     label = 'heads'
@@ -66,7 +66,7 @@ class Learned(Ahead):
         ids, w = self.blocks[c].router(logits, self.bias[c], k=self.blocks[c].k, check=False)
         return [(mx.array(ids[None]), mx.array(w[None]))], None
 
-# %% ../nbs/06_prerouter.ipynb #cell027
+# %% ../nbs/06_prerouter.ipynb #cell028
 class NextGate(Ahead):
     "The next layer's router on today's state: what an untrained head says."
     label = 'next-gate'
@@ -93,7 +93,7 @@ class Previous(Ahead):
         T = ids.shape[0]
         return super().deliver(layer, t + T - 1, ids[-1:] if T > 1 else ids, w[-1:] if T > 1 else w)
 
-# %% ../nbs/06_prerouter.ipynb #cell028
+# %% ../nbs/06_prerouter.ipynb #cell029
 class Oracle(Ahead):
     "The gate's own choice at the next token, from a recording of the same tokens."
     label = 'oracle'
@@ -126,7 +126,7 @@ def shuffled(
     p.deliver, p.label = deliver, 'shuffle'
     return p
 
-# %% ../nbs/06_prerouter.ipynb #cell030
+# %% ../nbs/06_prerouter.ipynb #cell031
 PREDICTORS = ('on', 'oracle', 'previous', 'next-gate', 'same-token', 'shuffle')
 
 def make_predictor(
