@@ -6,6 +6,7 @@
 __all__ = ['STOPS', 'At', 'Walk']
 
 # %% ../nbs/09d_walk.ipynb #cell002
+import edge0_lab
 import threading
 from queue import SimpleQueue
 
