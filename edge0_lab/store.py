@@ -10,7 +10,8 @@ __all__ = ['Throttle', 'Checkpoint', 'Entry', 'ExpertSpec', 'ExpertStore', 'Span
 import threading, time
 
 from .checkpoint import Checkpoint, Entry
-from .experts import ExpertSpec, ExpertStore, Span, flat_rows
+from .experts import ExpertStore, Span
+from .layouts import ExpertSpec, flat_rows
 from .reads import CheckpointError, platform_calls
 from .repack import repack, synth_experts, write_stream
 

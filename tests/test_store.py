@@ -7,7 +7,7 @@ import mlx.core as mx, numpy as np, pytest
 from hypothesis import given, settings, strategies as st
 from safetensors.numpy import save_file
 
-from edge0_lab import experts, reads
+from edge0_lab import reads
 from edge0_lab.int4 import PARTS
 from edge0_lab.store import Checkpoint, CheckpointError, ExpertStore, Throttle, flat_rows, repack, synth_experts
 
