@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PARTS', 'BITS', 'GROUPS', 'KERNELS', 'is_mlx', 'float_name', 'floats', 'host', 'pack4', 'unpack4', 'pack', 'unpack',
            'QTensor', 'quantize', 'dequantize', 'relative_l2', 'ExpertStack', 'expert_glu_ref', 'expert_glu_ops',
-           'expert_glu_fast', 'expert_glu_tile', 'expert_glu_kernel', 'resolve_kernel', 'expert_glu', 'qlinear_ref',
-           'qlinear_ops', 'Linear', 'plan_linear', 'qlinear_fast', 'qlinear_kernel', 'qlinear']
+           'expert_glu_fast', 'expert_glu_tile', 'expert_glu_kernel', 'resolve_kernel', 'which_kernel', 'expert_glu',
+           'qlinear_ref', 'qlinear_ops', 'Linear', 'plan_linear', 'qlinear_fast', 'qlinear_kernel', 'qlinear']
 
 # %% ../nbs/02_int4.ipynb #cell002
 import functools
@@ -328,6 +328,19 @@ def resolve_kernel(
     "The twin that runs."
     if kernel not in KERNELS: _refuse('kernel', repr(kernel), KERNELS)
     return kernel if kernel != 'auto' else 'ops' if mx.default_device() == mx.Device(mx.gpu) else 'kernel'
+
+def which_kernel(
+    what:'ExpertStack|QTensor', # what is multiplied
+    kernel:str='auto', # 'auto', 'ref', 'ops', 'kernel'
+)->str:                # as 'kernel int16 vnni', 'ops', 'dequantise, multiply (6 bits)'
+    "The name of what runs on this device for these weights."
+    kernel = resolve_kernel(kernel)
+    if kernel != 'kernel': return kernel
+    from edge0_lab.rows import choose_form, supported
+    layouts = what.layouts if isinstance(what, ExpertStack) else (_layout(what),)
+    fits = _fused(what) if isinstance(what, ExpertStack) else supported(*layouts[0][:2])
+    if not fits: return f'dequantise, multiply ({"/".join(str(l.bits) for l in layouts)} bits)'
+    return ' '.join(['kernel', *(v for v in choose_form(None, layouts) if v)])
 
 def expert_glu(
     x,     # (T, D) activations

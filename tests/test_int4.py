@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from edge0_lab import int4
 from edge0_lab.int4 import (BITS, GROUPS, ExpertStack, QTensor, dequantize, expert_glu, expert_glu_kernel, expert_glu_ops, expert_glu_ref, expert_glu_tile,
-                            floats, host, pack, pack4, qlinear, qlinear_kernel, qlinear_ref, quantize, relative_l2, resolve_kernel, unpack, unpack4)
+                            floats, host, pack, pack4, qlinear, qlinear_kernel, qlinear_ref, quantize, relative_l2, resolve_kernel, unpack, unpack4, which_kernel)
 
 LIMIT = dict(f32=1e-5, int16=1e-4)
 DTYPES = dict(bf16=mx.bfloat16, f16=mx.float16, f32=mx.float32)
@@ -105,6 +105,7 @@ def test_other_widths(bits):
     assert relative_l2(expert_glu(x, stack, slots, kernel='kernel'), expert_glu_ref(x, stack, slots)) <= 1e-4
     q = stack.gate[0]
     assert relative_l2(qlinear(x, q, kernel='kernel'), qlinear_ref(x, q)) <= 1e-4
+    assert which_kernel(stack, 'kernel').startswith('kernel ' if set(bits) <= {2, 4, 8} else 'dequantise')  # and the route is named
 
 
 @pytest.mark.parametrize('bits', [2, 4, 8])
