@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ir', 'LANES', 'BYTES', 'int_', 'f32', 'ptr', 'vec', 'const', 'i64', 'i32', 'splat', 'Function', 'loop', 'at', 'load',
            'call', 'fma', 'shuffle', 'prefetch', 'smaller', 'raw', 'widen', 'group_lanes', 'combine', 'fold',
-           'lanes_of', 'lane_sums', 'madd', 'exponential', 'silu_times', 'features', 'machine', 'new_module', 'is_arm',
-           'optimised', 'assembly', 'cached_object', 'Compiled', 'use_symbol', 'pair_instruction']
+           'lanes_of', 'lane_sums', 'madd', 'exponential', 'silu_times', 'features', 'code_generator', 'new_module',
+           'is_arm', 'optimised', 'assembly', 'cached_object', 'Compiled', 'use_symbol', 'pair_instruction']
 
 # %% ../nbs/02a_vector.ipynb #cell002
 import ctypes, functools, hashlib, os, platform, sys, tempfile
@@ -186,7 +186,7 @@ def features():
     try: return llvm.get_host_cpu_features()
     except RuntimeError: return llvm.FeatureMap()  # some hosts do not say; their CPU name is enough
 
-def machine(triple=None, cpu=None, extra=None):
+def code_generator(triple=None, cpu=None, extra=None):
     "LLVM's code generator for the host, or for another CPU."
     import llvmlite.binding as llvm
     llvm.initialize_all_targets()
@@ -227,7 +227,7 @@ def assembly(
     extra='',# its features, as '+fast-dpwssd'
 ):           # str
     "Assembly text, to look at."
-    target = machine(module.triple, cpu, extra) if cpu else machine()
+    target = code_generator(module.triple, cpu, extra) if cpu else code_generator()
     return target.emit_assembly(optimised(str(module), target))
 
 # %% ../nbs/02a_vector.ipynb #cell021
@@ -262,7 +262,7 @@ class Compiled:
     def __init__(self, module):
         import llvmlite.binding as llvm
         text = str(module)
-        path, target = cached_object(text), machine()
+        path, target = cached_object(text), code_generator()
         stored = _read(path)
         self.origin = 'cache' if stored else 'compiled'
         if stored: ready = llvm.parse_assembly(text)
