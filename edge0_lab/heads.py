@@ -154,7 +154,7 @@ class Heads:
         m.load_weights([(f'{name}.weight', mx.array(self.part(N, name))) for name in PARTS_OF_A_HEAD])
         return m
 
-    def __repr__(self): return f'Heads(owners {self.owners[0]}..{self.owners[-1]}, D={self.D}, E={self.E}, H={self.H}, k={self.k}, {self.nbytes/1e6:.1f} MB)'
+    def __repr__(self): return f'Heads(owners {self.owners[0]}..{self.owners[-1]}, D={self.D}, E={self.E}, H={self.H}, k={self.k}, {self.nbytes/1e6:.3g} MB)'
 
 def warm_heads(
     gates:dict,  # layer -> (E, D) router weight

@@ -337,6 +337,60 @@ def test_a_layer_without_prediction_is_served_exactly(tmp_path):
         store.close()
 
 
+# ---- in a lab
+
+@pytest.fixture(scope='module')
+def lab(loaded):
+    from edge0_lab.decode import Lab
+    with Lab.open(loaded.path) as lab: yield lab
+
+
+def lab_heads(loaded, k, seed=0):
+    "Heads that say something of their own: warm started, with a correction."
+    rng, gates = np.random.default_rng(seed), router_weights(loaded.checkpoint)
+    warm = warm_heads(gates, [c - 1 for c in consumers_of(loaded)], k, 12)
+    for p in warm.parts.values(): p['fc2'] += rng.standard_normal(p['fc2'].shape).astype(np.float32)
+    return warm
+
+
+@pytest.mark.parametrize('features', ['executed', 'teacher'])
+def test_learned_heads_serve_staged_as_exact(loaded, lab, features, monkeypatch):
+    "Same routing, same bits; nothing dropped, nothing fallen back; heads counted from outside; decode equals teacher forcing."
+    from edge0_lab.decode import RunConfig
+    calls, old = [], HeadKernel.logits
+    monkeypatch.setattr(HeadKernel, 'logits', lambda self, *a: (calls.append(a[0]), old(self, *a))[1])
+    k = loaded.blocks[max(loaded.blocks)].k
+    run = RunConfig(prerouter=True, heads=lab_heads(loaded, k), features=features)
+    out = lab.generate([7], 12, run, stop=())
+    exact = lab.generate([7], 12, RunConfig(decode='exact', prerouter=True, heads=run.heads, features=features), stop=())
+    assert out.tokens == exact.tokens and (out.trace.ids == exact.trace.ids).all() and (out.trace.weights == exact.trace.weights).all()
+    assert out.trace.total('drops') == 0 and out.trace.total('fallbacks') == 0
+    consumers = [l for l in out.trace.layers if (out.trace.predicted_ids[1:, l] >= 0).all()]
+    assert consumers and (out.trace.predicted_ids[0] == -1).all()
+    assert len(calls) == 2*12*len(consumers) and set(calls) == {c - 1 for c in consumers}
+    assert (out.trace.ids[1:, consumers] == out.trace.predicted_ids[1:, consumers]).all()
+    native = lab.generate([7], 12, RunConfig(), stop=())
+    assert len(calls) == 2*12*len(consumers)                       # off: none
+    assert (native.trace.predicted_ids == -1).all()
+    tokens = [7, *out.tokens[:-1]]
+    rows = np.array(lab.logits(tokens, run).astype(mx.float32))     # teacher forced, many rows at once
+    assert rows.argmax(-1).tolist() == out.tokens
+
+
+def test_a_lab_refuses_heads_that_do_not_fit(loaded, lab, tmp_path):
+    from edge0_lab.decode import RunConfig
+    k = loaded.blocks[max(loaded.blocks)].k
+    heads = lab_heads(loaded, k)
+    with pytest.raises(ValueError, match='heads: made for k'): lab.generate([7], 2, RunConfig(prerouter=True, heads=heads, k=k - 1))
+    few = Heads({max(heads.parts): heads.parts[max(heads.parts)]}, k)
+    if len(heads.parts) > 1:
+        with pytest.raises(ValueError, match='heads: none for layer'): lab.generate([7], 2, RunConfig(prerouter=True, heads=few))
+    wrong = write_heads(tmp_path/'wrong.safetensors', some_heads(heads.owners, D=heads.D + 1, E=heads.E, k=k))
+    with pytest.raises(ValueError, match='D = '): lab.generate([7], 2, RunConfig(prerouter=True, heads=wrong))
+    right = write_heads(tmp_path/'right.safetensors', heads)
+    assert lab.generate([7], 4, RunConfig(prerouter=True, heads=right), stop=()).tokens == lab.generate([7], 4, RunConfig(prerouter=True, heads=heads), stop=()).tokens
+
+
 # ---- kernel
 
 def test_kernel_from_several_threads():
