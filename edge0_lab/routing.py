@@ -47,7 +47,7 @@ def sigmoid_group_topk_ref(
 
 def _drop_np(a, n_group, topk_group):
     "Minus infinity over the groups whose two best scores sum lowest; among equal groups the lower one stays."
-    g = a.reshape(*a.shape[:-1], n_group, -1)
+    g = a.reshape(*a.shape[:-1], n_group, a.shape[-1]//n_group)
     best = np.sort(g, axis=-1)[..., -2:].sum(-1)
     out = np.argsort(-best, axis=-1, kind='stable')[..., topk_group:]
     g = g.copy()
@@ -96,6 +96,14 @@ def _groups(E, k, n_group, topk_group):
     _whole('k', k, 1, topk_group*(E//n_group))                      # more would have to come from dropped groups
     return n_group, topk_group
 
+def _factor(scale):
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float('inf'):
+        raise ValueError(f'scale: {scale!r}; allowed: a finite number above 0')
+
+def _norms(norm, *allowed):
+    if isinstance(norm, np.bool_): norm = bool(norm)
+    if not any(norm is a or isinstance(norm, str) and norm == a for a in allowed): raise ValueError(f'norm: {norm!r}; allowed: {", ".join(map(repr, allowed))}')
+
 def _scores(name, x, layer=None, last=None):
     "x is an array of floats with a last axis, of that size if given; no NaN unless layer is False."
     if not isinstance(x, (mx.array, np.ndarray)): raise ValueError(f'{name}: {type(x).__name__}; allowed: an MLX or NumPy array')
@@ -117,7 +125,7 @@ def softmax_topk(
     if check:
         _scores('logits', logits, layer)
         _whole('k', k, 1, logits.shape[-1])
-        if norm not in (True, False, 'chosen'): raise ValueError(f"norm: {norm!r}; allowed: True, False, 'chosen'")
+        _norms(norm, True, False, 'chosen')
     if not _mlx(logits): return _softmax_np(logits, k, norm)
     if norm == 'chosen':
         down = -logits
@@ -157,15 +165,18 @@ def sigmoid_group_topk(
     if check:
         _scores('logits', logits, layer)
         n_group, topk_group = _groups(logits.shape[-1], k, n_group, topk_group)
+        _factor(scale)
+        _norms(norm, True, False)
         if bias is not None:
             _scores('bias', bias, layer, logits.shape[-1])
+            if bias.ndim != 1: raise ValueError(f'bias: shape {tuple(bias.shape)}; allowed: ({logits.shape[-1]},)')
             if _mlx(bias) != _mlx(logits): raise ValueError(f'bias: {type(bias)}; allowed: the library of logits, {type(logits)}')
     if not _mlx(logits): return _sigmoid_np(logits, k, n_group, topk_group, scale, bias, norm)
     s = mx.sigmoid(logits.astype(mx.float32))
     a = s if bias is None else s + bias
     rank = None
     if n_group and topk_group < n_group:
-        groups = mx.unflatten(a, -1, (n_group, -1))
+        groups = mx.unflatten(a, -1, (n_group, a.shape[-1]//n_group))
         best = mx.topk(groups, 2, axis=-1).sum(axis=-1)
         out = mx.argsort(-best, axis=-1)[..., topk_group:, None]
         drop = lambda v: mx.flatten(mx.put_along_axis(groups, out, mx.array(v, groups.dtype), axis=-2), -2, -1)
@@ -212,10 +223,9 @@ class Router:
     def __post_init__(self):
         if self.kind not in ('softmax', 'sigmoid_group'): raise ValueError(f"kind: {self.kind!r}; allowed: 'softmax', 'sigmoid_group'")
         _whole('E', self.E, 1, 2**31 - 1)
-        norms = (True, False, 'chosen') if self.kind == 'softmax' else (True, False)
-        if self.norm not in norms: raise ValueError(f'norm: {self.norm!r}; allowed: {", ".join(map(repr, norms))}')
-        if isinstance(self.scale, bool) or not isinstance(self.scale, (int, float)) or not 0 < self.scale < float('inf'):
-            raise ValueError(f'scale: {self.scale!r}; allowed: a number above 0')
+        _norms(self.norm, True, False, *(['chosen'] if self.kind == 'softmax' else []))
+        _factor(self.scale)
+        if self.masked not in (0.0, float('-inf')): raise ValueError(f'masked: {self.masked!r}; allowed: 0.0, -inf')
         if self.kind == 'softmax':
             for name, plain in (('n_group', (None, 1)), ('topk_group', (None, 1)), ('scale', (1.0,)), ('biased', (None, False))):
                 if getattr(self, name) not in plain: raise ValueError(f'{name}: {getattr(self, name)!r} with kind softmax; allowed: {plain[0]}')
@@ -261,17 +271,19 @@ _only = dict(bailing_hybrid=dict(score_function='sigmoid'), bailing_moe_v3=dict(
 
 # %% ../nbs/01_routing.ipynb #cell039
 def _from_config(config):
+    for name, d in (('config', config), ('text_config', isinstance(config, dict) and config.get('text_config') or {})):
+        if not isinstance(d, dict): raise ValueError(f'{name}: {type(d).__name__}; allowed: a dict, as config.json holds')
     c = {**config, **(config.get('text_config') or {})}
     family = config.get('model_type') or c.get('model_type')
     if family == 'bailing_hybrid' and 'BailingMoeV3ForCausalLM' in (c.get('architectures') or []): family = 'bailing_moe_v3'
-    if family not in _FAMILIES: raise ValueError(f'model_type: {family!r}; allowed: {", ".join(_FAMILIES)}')
+    if not isinstance(family, str) or family not in _FAMILIES: raise ValueError(f'model_type: {family!r}; allowed: {", ".join(_FAMILIES)}')
     for key, value in _only.get(family, {}).items():
         if c.get(key, value) != value: raise ValueError(f'{key}: {c[key]!r} with model_type {family}; allowed: {value!r}')
     got, keys = {}, {**_keys, 'E': dict(mixtral='num_local_experts', deepseek_v3='n_routed_experts').get(family, 'num_experts')}
     for name, default in _FAMILIES[family].items():
         if name == 'kind': got[name] = default; continue
         got[name] = c.get(keys[name], default)
-        if got[name] is _need: raise ValueError(f'{keys[name]}: missing in the config of {family}')
+        if got[name] is _need: raise ValueError(f'{keys[name]}: missing in the config of {family}; allowed: as its config.json has it')
     if family == 'bailing_hybrid': got['biased'] = bool(c.get('moe_router_enable_expert_bias', True))
     if got.get('n_group', 0) in (None, 1): got['topk_group'] = got['n_group']  # mlx-lm reads no topk_group then
     return Router(**{**got, **_rules.get(family, {})})
@@ -294,8 +306,10 @@ def topk_onehot(
     "Chosen experts as a 0/1 vector."
     if check:
         _whole('E', E, 1, 2**31 - 1)
+        if not isinstance(ids, (mx.array, np.ndarray)): raise ValueError(f'ids: {type(ids).__name__}; allowed: an MLX or NumPy array')
         host = np.asarray(ids)
         if host.ndim < 1 or not np.issubdtype(host.dtype, np.integer): raise ValueError(f'ids: dtype {host.dtype}, shape {host.shape}; allowed: whole numbers (..., k)')
+        if dtype is not None and isinstance(dtype, mx.Dtype) != _mlx(ids): raise ValueError(f'dtype: {dtype!r}; allowed: one of the library of ids, {type(ids)}')
         if host.size and not (0 <= host.min() and host.max() < E): raise ValueError(f'ids: from {host.min()} to {host.max()}; allowed: 0 to {E-1}')
     shape = (*ids.shape[:-1], E)
     if _mlx(ids):

@@ -62,11 +62,16 @@ def _ints(text):
     "`a..b` inclusive, or a comma list."
     if '..' in text:
         a, b = map(int, text.split('..'))
+        if a > b: raise ValueError('backwards')
         return tuple(range(a, b + 1))
     return tuple(int(p) for p in text.split(',') if p.strip())
 
-_read = {int: (int, 'a whole number'), float: (float, 'a number'), str: (str, 'text'), Path: (Path, 'a path'),
-         tuple: (_ints, 'whole numbers, "a..b" or "a, b, c"')}
+def _path(text):
+    if not text or '\0' in text: raise ValueError('no path')
+    return Path(text)
+
+_read = {int: (int, 'a whole number'), float: (float, 'a number'), str: (str, 'text'), Path: (_path, 'a path'),
+         tuple: (_ints, 'whole numbers, "a..b" with a <= b, or "a, b, c"')}
 
 def _typed(section, key, text, kind):
     "One value, or an error that names section and key."
@@ -92,7 +97,7 @@ def _possible(t):
     need(all(c - 1 in t.owners for c in t.consumers), 'consumers', 'each consumer N needs an owner N-1')
     need(min(t.consumers, default=t.start_layer) >= t.start_layer, 'start_layer', f'at most the first consumer, {min(t.consumers, default=None)}')
     need(not t.served_k or t.k in t.served_k, 'k', f'one of served_k {t.served_k}')
-    need(min(t.served_k, default=1) >= 1, 'served_k', 'each at least 1')
+    need(min(t.served_k, default=1) >= 1 and len(set(t.served_k)) == len(t.served_k), 'served_k', 'each at least 1, and once')
     return t
 
 # %% ../nbs/00_settings.ipynb #cell015
@@ -121,6 +126,7 @@ def tiers(
         override = os.environ.get(v.get('checkpoint_env') or '')
         v['checkpoint'] = Path(override) if override else data_path(v['checkpoint'])
         name = s.removeprefix('tier ').strip()
+        if not name or name in out: raise ValueError(f'settings [{s}]: {f"tier {name!r} a second time" if name else "no name"}; allowed: [tier NAME], each name once')
         out[name] = _possible(Tier(name=name, **v))
     return out
 
@@ -148,7 +154,7 @@ def lab_defaults(
     for key, allowed in LAB_ALLOWED.items():
         if v[key] not in allowed: raise ValueError(f'settings [lab] {key}: {v[key]!r} is impossible; allowed: {", ".join(allowed)}')
     for key in ('max_tokens', 'seed', 'temperature'):
-        if not v[key] >= 0: raise ValueError(f'settings [lab] {key}: {v[key]!r} is impossible; at least 0')
+        if not 0 <= v[key] < float('inf'): raise ValueError(f'settings [lab] {key}: {v[key]!r} is impossible; at least 0, and finite')
     for key in ('prefill_chunk', 'read_threads'):
         if v[key] < 1: raise ValueError(f'settings [lab] {key}: {v[key]!r} is impossible; at least 1')
     return v

@@ -52,12 +52,16 @@ SETTINGS = (ROOT/'settings.ini').read_text()
     ('lora_alpha = 32', 'lora_alpha = 3.5', 'tier tiny-softmax', 'lora_alpha'),
     ('lora_alpha = 32', 'lora_alfa = 32', 'tier tiny-softmax', 'lora_alfa'),
     ('cache_slots = 64', 'cache_slots = 0', 'tier tiny-softmax', 'cache_slots'),
-    ('owners = 6..38', 'owners = 38..6', 'tier edge0-35b', 'consumers'),
+    ('owners = 6..38', 'owners = 38..6', 'tier edge0-35b', 'owners'),
     ('owners = 6..38', 'owners = 6, 6, 7..38', 'tier edge0-35b', 'owners'),
     ('start_layer = 7', 'start_layer = 9', 'tier edge0-35b', 'start_layer'),
     ('k = 4\n', 'k = 5\n', 'tier edge0-35b', 'k'),
     ('temperature = 0.0', 'temperature = warm', 'lab', 'temperature'),
     ('temperature = 0.0', 'temperature = nan', 'lab', 'temperature'),
+    ('temperature = 0.0', 'temperature = inf', 'lab', 'temperature'),
+    ('owners = 1..6\nconsumers = 2..7', 'owners = 6..1\nconsumers = 7..2', 'tier tiny-softmax', 'owners'),
+    ('checkpoint = tiny-softmax', 'checkpoint =', 'tier tiny-softmax', 'checkpoint'),
+    ('served_k = 8, 4, 2', 'served_k = 8, 8', 'tier tiny-softmax', 'served_k'),
     ('hold = single', 'hold = triple', 'lab', 'hold'),
     ('hold = single', 'holding = single', 'lab', 'holding'),
 ])
@@ -67,6 +71,13 @@ def test_wrong_settings_are_refused(old, new, section, key, tmp_path):
     p.write_text(SETTINGS.replace(old, new, 1))
     with pytest.raises(ValueError, match=rf'\[{section}\] {key}\b'):
         tiers(p), lab_defaults(p)
+
+
+@pytest.mark.parametrize('name', ['tier  tiny-softmax', 'tier '])
+def test_a_tier_has_a_name_of_its_own(name, tmp_path):
+    p = tmp_path/'settings.ini'
+    p.write_text(SETTINGS.replace('[tier tiny-sigmoid]', f'[{name}]'))
+    with pytest.raises(ValueError, match=rf'\[{name}\].*allowed'): tiers(p)
 
 
 @pytest.mark.parametrize('text', ['', 'k = 3', '[tier a]\n[tier a]', '[lab]\nseed = 0\nseed = 1', '[oven]\nx = 1'])

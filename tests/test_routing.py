@@ -570,3 +570,26 @@ def test_softmax_weights_carry_the_flag_themselves(norm, dtype):
     assert want.tolist() == [False, True, True, True, False]
     got = np.isnan(host(softmax_topk(x, 4, norm, check=False)[1])).any(-1)
     assert (got == want).all() if norm != 'chosen' else (got[[2, 3]].all() and not got[[0, 4]].any())  # by logit a NaN may sort out of the choice
+
+
+# found in review: calls that were accepted, or failed without a name
+
+@BOTH
+@pytest.mark.parametrize('call, message', [
+    (lambda x, f: sigmoid_group_topk(x, 2, 4, 2, bias=f(np.zeros((3, 8), np.float32))), r'bias: shape \(3, 8\)'),
+    (lambda x, f: sigmoid_group_topk(x, 2, 4, 2, scale=float('nan')), 'scale: nan'), (lambda x, f: sigmoid_group_topk(x, 2, 4, 2, scale=-1), 'scale: -1'),
+    (lambda x, f: sigmoid_group_topk(x, 2, 4, 2, scale='a'), "scale: 'a'"), (lambda x, f: sigmoid_group_topk(x, 2, 4, 2, norm='chosen'), "norm: 'chosen'"),
+    (lambda x, f: softmax_topk(x, 2, [1]), r'norm: \[1\]'), (lambda x, f: topk_onehot([[1]], 4), 'ids: list'),
+    (lambda x, f: topk_onehot(f(np.zeros((1, 1), np.int32)), 4, np.float32 if f is mx.array else mx.float32), 'dtype: '),
+    (lambda x, f: Router('sigmoid_group', 8, 2, masked='x'), "masked: 'x'"), (lambda x, f: Router.from_config(None), 'config: NoneType'),
+    (lambda x, f: Router.from_config(dict(text_config=3)), 'text_config: int'), (lambda x, f: Router.from_config(dict(model_type=[])), r'model_type: \[\]'),
+])
+def test_what_was_once_accepted_is_refused(call, message, form):
+    with pytest.raises(ValueError, match=rf'^{message}.*allowed: '): call(form(draw(8, T=3)), form)
+
+
+@BOTH
+def test_no_token_at_all(form):
+    x = form(draw(8, T=1))[:0]
+    for ids, w in (softmax_topk(x, 2), sigmoid_group_topk(x, 2, 4, 2), sigmoid_group_topk(x, 2, None, None)): assert ids.shape == w.shape == (0, 2)
+    assert topk_onehot(softmax_topk(x, 2)[0], 8).shape == (0, 8)
