@@ -77,6 +77,7 @@ class MoEBlock(nn.Module):
         self.layer, self.family, self.router, self.k = layer, family, router, router.k
         self.check, self.wants_logits = False, True
         self.path = self.route = self.tap = None
+        self.shared = family.shared # shared(block, x); a resident room may put a faster one here
         self.train(False)
 
 # %% ../nbs/08a_blocks.ipynb #cell014
@@ -109,7 +110,7 @@ def __call__(self:MoEBlock,
     ids, w = tap(self.layer, 'ids', ids), tap(self.layer, 'weights', w)
     y = tap(self.layer, 'routed', self.path(self.layer, h, ids))                           # (T, k, D)
     y = (y*w[..., None]).sum(-2).astype(x.dtype)                                           # (T, D)
-    shared = self.family.shared(self, h)
+    shared = self.shared(self, h)
     if shared is not None: y = y + shared
     return tap(self.layer, 'out', y).reshape(x.shape)
 

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['MANY', 'MOST', 'rows_of', 'QLinear', 'half_rows', 'HalfLinear', 'QEmbedding', 'HalfEmbedding', 'Owned', 'owned',
-           'FusedGatedDelta', 'FusedGatedDeltaNext', 'FusedKDA', 'make_resident']
+           'join', 'joinable', 'FusedGatedDelta', 'FusedGatedDeltaNext', 'FusedKDA', 'gated_shared_rows',
+           'make_resident']
 
 # %% ../nbs/08b_resident.ipynb #cell002
 import edge0_lab
@@ -38,7 +39,7 @@ def _back(y, x):
     out = mx.array(y).reshape(*x.shape[:-1], y.shape[1])
     return out if x.dtype == mx.float32 else out.astype(x.dtype)
 
-MANY = 96          # rows from which dequantise-and-multiply is faster, measured below
+MANY = 1024        # rows from which dequantise-and-multiply is faster, see page `13e_bench_models`
 _CHUNK = 2**24     # weights dequantised at a time: 64 MiB of float32
 
 def _dense(x, weight, rows):
@@ -270,6 +271,37 @@ def owned(
         mine[i] = cache[i], np.array(cache[i], copy=False)
     return mine[i][1]
 
+def join(
+    parts:list, # QLinear layers of one input, bits and group alike
+):              # QTensor of all their rows
+    "Lay matrices side by side in memory, so that one call computes all; each layer keeps its name and a slice of it."
+    names = 'weight', 'scales', 'biases'
+    whole = [mx.concatenate([m[n] for m in parts]) for n in names]
+    mx.eval(whole)
+    at = 0
+    for m in parts:
+        rows = len(m['weight'])
+        for n, a in zip(names, whole): m[n] = a[at:at + rows]
+        at += rows
+        mx.eval(m.parameters())
+    return QTensor(*whole, parts[0].bits, parts[0].group_size)
+
+class _Joined:
+    "The joined product of some layers, while they hold the slices it was made of."
+    def __init__(self, parts):
+        self.plan = plan_linear(join(parts))
+        self.seen, self.rows = [m['weight'] for m in parts], [len(m['weight']) for m in parts]
+        self.out = np.empty((1, sum(self.rows)), np.float32)
+        self.cuts = [self.out[:, a - n:a] for a, n in zip(np.cumsum(self.rows), self.rows)]
+
+    def holds(self, parts): return all(a is m['weight'] for a, m in zip(self.seen, parts))
+    def __call__(self, h):
+        "One row; the results are views that the next call overwrites."
+        qlinear_fast(h, self.plan, self.out)
+        return self.cuts
+
+def joinable(parts): return all(type(m) is QLinear and 'bias' not in m and (m.bits, m.group_size) == (parts[0].bits, parts[0].group_size) for m in parts)
+
 class _FusedDelta:
     "One token of linear attention in one task per head; anything else goes the family's way."
     def fusible(self, x, mask, cache):
@@ -277,33 +309,44 @@ class _FusedDelta:
                 and cache.lengths is None and cache.left_padding is None and all(type(self[n]) in (QLinear, HalfLinear) for n in self.products)
                 and all(d % LANES == 0 and d <= MOST for d in self.dims[2:]))
 
+    def join_inputs(self):
+        parts = [self[n] for n in self.products[:-1]]
+        if joinable(parts): self.__dict__['joined'] = _Joined(parts)
+
+    def inputs(self, h):
+        "All input projections of one row, in one call where their layout allows."
+        parts, joined = [self[n] for n in self.products[:-1]], self.__dict__.get('joined')
+        return joined(h) if joined is not None and joined.holds(parts) else [m.fast(h) for m in parts]
+
     def constants(self):
-        "Small float32 arrays the head task reads, made once."
+        "Small float32 arrays the head task reads, made once, and room for its row."
         if 'held' not in self.__dict__:
             f = lambda a: np.ascontiguousarray(np.array(a.astype(mx.float32)))
             convs, inv = [f(self[n]['weight'])[:, :, 0] for n in self.convolutions], self.dims[2]**-0.5
             self.__dict__['held'] = dict(w=np.ascontiguousarray(np.concatenate(convs).T), A=np.exp(f(self['A_log'])).reshape(-1), dt=f(self['dt_bias']).reshape(-1),
                                          norm=f(self[self.out_norm]['weight']), numbers=np.array([self.eps, inv, 1e-6*inv*inv], np.float32))
+            c, (Hk, Hv, Dk, Dv) = self.__dict__['held'], self.dims
+            c.update(buf=np.empty(c['w'].shape, np.float32), out=np.empty((1, Hv*Dv), np.float32))
+            c['addresses'] = {n: address(c[n]) for n in ('buf', 'w', 'norm', 'numbers', 'out')}
         return self.__dict__['held']
 
     def heads(self, x, cache):
         "(1, Hv * Dv) float32 after the output gate."
         c, (Hk, Hv, Dk, Dv) = self.constants(), self.dims
         parts, z, rate, raw = self.project(x)
-        K, C = c['w'].shape
-        buf, at = np.empty((K, C), np.float32), 0
+        (K, C), buf, at = c['w'].shape, c['buf'], 0
         for i, p in enumerate(parts):
             old, n = owned(cache, i, (1, K - 1, p.shape[1]))[0], p.shape[1]
             buf[:-1, at:at + n], buf[-1, at:at + n] = old, p[0]
             old[:] = buf[1:, at:at + n]
             at += n
         with np.errstate(over='ignore'): g, beta = self.decay(raw[0], c), 1/(1 + np.exp(-rate[0]))
-        S, out, p = owned(cache, len(parts), (1, Hv, Dv, Dk)), np.empty((1, Hv*Dv), np.float32), pool()
+        S, p, fixed = owned(cache, len(parts), (1, Hv, Dv, Dk)), pool(), c['addresses']
         task = _compiled(*self.task)[1]
         with p.lock:
-            p.run((task, *map(address, (buf, c['w'], g, beta, S, z, c['norm'], out, c['numbers'])), Hk, Hv, Dk, Dv, K, C), Hv)
+            p.run((task, fixed['buf'], fixed['w'], address(g), address(beta), address(S), address(z), fixed['norm'], fixed['out'], fixed['numbers'], Hk, Hv, Dk, Dv, K, C), Hv)
         cache.advance(1)
-        return out
+        return c['out']
 
 # %% ../nbs/08b_resident.ipynb #cell025
 class FusedGatedDelta(_FusedDelta, GatedDeltaNet):
@@ -316,7 +359,7 @@ class FusedGatedDelta(_FusedDelta, GatedDeltaNet):
     def dims(self): return self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
     def decay(self, a, c): return np.exp(-c['A']*np.logaddexp(0, a + c['dt'])).astype(np.float32)
     def project(self, x):
-        qkv, z, b, a = (self[n].fast(x) for n in self.products[:4])
+        qkv, z, b, a = self.inputs(x)
         return [qkv], z, b, a
     def __call__(self, inputs, mask=None, cache=None):
         if not self.fusible(inputs, mask, cache): return super().__call__(inputs, mask, cache)
@@ -328,7 +371,7 @@ class FusedGatedDeltaNext(FusedGatedDelta, Qwen3NextGatedDeltaNet):
     def project(self, x):
         Hk, Hv, Dk, Dv = self.dims
         n, flat = Hv//Hk, lambda *parts: np.concatenate([p.reshape(1, -1) for p in parts], 1)
-        m, ba = self.in_proj_qkvz.fast(x).reshape(Hk, -1), self.in_proj_ba.fast(x).reshape(Hk, -1)
+        m, ba = (p.reshape(Hk, -1) for p in self.inputs(x))
         return [flat(m[:, :Dk], m[:, Dk:2*Dk], m[:, 2*Dk:2*Dk + n*Dv])], flat(m[:, 2*Dk + n*Dv:]), flat(ba[:, :n]), flat(ba[:, n:])
     def __call__(self, inputs, mask=None, cache=None):
         if not self.fusible(inputs, mask, cache): return Qwen3NextGatedDeltaNet.__call__(self, inputs, mask, cache)
@@ -347,13 +390,25 @@ class FusedKDA(_FusedDelta, BailingKDA):
     @property
     def dims(self): return self.num_heads, self.num_heads, self.head_dim, self.head_dim
     def project(self, x):
-        q, k, v, f, b, g = (self[n].fast(x) for n in self.products[:6])
+        q, k, v, f, b, g = self.inputs(x)
         return [q, k, v], g, b, f
     def __call__(self, x, mask=None, cache=None):
         if not self.fusible(x, mask, cache): return super().__call__(x, mask, cache)
         return _back(self.o_proj.fast(self.heads(rows_of(x, x.shape[-1]), cache)), x)
 
-# %% ../nbs/08b_resident.ipynb #cell029
+# %% ../nbs/08b_resident.ipynb #cell031
+def gated_shared_rows(
+    block,      # MoEBlock with shared_expert and shared_expert_gate
+    x:mx.array, # (T, D)
+):              # (T, D)
+    "Qwen's gated shared expert for few rows; its own way for many or where an adapter sits."
+    gate, shared = block.shared_expert_gate, block.shared_expert
+    if len(x) > MANY or type(gate) is not QLinear or any(type(m) is not QLinear for m in _glu_parts(shared)) or not isinstance(shared, _FusedGLU):
+        return block.family.shared(block, x)
+    h = rows_of(x, x.shape[-1])
+    with np.errstate(over='ignore'): return _back(shared.fast(h)/(1 + np.exp(-gate.fast(h))), x)
+
+# %% ../nbs/08b_resident.ipynb #cell033
 _BIG = 2**20       # bytes from which a bf16 matrix stays bf16
 _DELTAS = {GatedDeltaNet: FusedGatedDelta, Qwen3NextGatedDeltaNet: FusedGatedDeltaNext, BailingKDA: FusedKDA}
 
@@ -374,3 +429,9 @@ def make_resident(
     for path, m in model.named_modules():
         if _fusible(m): m.__class__ = _fused_glu(type(m))
         elif type(m) in _DELTAS: m.__class__ = _DELTAS[type(m)]
+        elif 'shared_expert_gate' in m and hasattr(m, 'shared'): m.shared = gated_shared_rows
+    mx.eval(model.parameters())
+    for _, m in model.named_modules():
+        if isinstance(m, _FusedDelta): m.join_inputs()
+    for _, m in model.named_modules():
+        if isinstance(m, QLinear): m.ready()

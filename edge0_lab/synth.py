@@ -187,7 +187,7 @@ def write_stream(
     with open(part, 'r+b' if done else 'wb') as f:
         if not done: f.write(head)
         f.seek(len(head) + (ends[done - 1] if done else 0)); f.truncate()
-        start = f.tell()
+        start = f.tell() if done else 0
         for name, t in list(tensors.items())[done:]:
             for a in fill(name, t): f.write(memoryview(np.ascontiguousarray(a)).cast('B'))
         if f.tell() != len(head) + at: raise ValueError(f'{path.name}: wrote {f.tell()} bytes, planned {len(head) + at}')
