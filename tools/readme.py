@@ -20,6 +20,7 @@ def text_of(output):
 def cell_md(cell):
     if cell.cell_type == 'markdown': return cell.source
     if cell.cell_type != 'code' or cell.source.startswith(('#| hide', '#| default_exp', '#| exporti')): return ''
+    if cell.source.startswith('#| echo: false'): return '\n'.join(text_of(o) for o in cell.outputs)
     source = '\n'.join(l for l in cell.source.splitlines() if not l.startswith('#|'))
     outputs = ''.join(text_of(o) for o in cell.outputs).rstrip()
     fenced = f'```python\n{source}\n```'
