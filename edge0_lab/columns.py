@@ -105,7 +105,7 @@ def drawing(
 ):                   # plotly Figure
     "`figure` with the run under its title and the legend, if any, at the foot."
     fig = figure(*traces, title=title, x=x, y=y, width=width, height=height, showlegend=legend > 0, **layout)
-    fig.update_layout(margin=dict(t=68, b=52 + 20*legend), legend=dict(orientation='h', yref='container', y=0.01, yanchor='bottom', x=0))
+    fig.update_layout(margin=dict(t=68, b=60 + 20*legend), legend=dict(orientation='h', yref='container', y=0.01, yanchor='bottom', x=0))
     return _titled(fig, provenance(trace))
 
 def _titled(fig, line): return fig.update_layout(title=dict(y=0.96, yanchor='top', subtitle=dict(text=line, font=dict(size=11, color='#666666'))))
@@ -175,7 +175,9 @@ def beside(
     for d in b[0]:
         if d.get('name') in seen: d['showlegend'] = False
     if along == 'x': b[1][f'yaxis{first + 1}'].pop('title', None)
-    else: a[1]['xaxis1'].pop('title', None)
+    else:
+        a[1]['xaxis1'].pop('title', None)
+        a[1]['xaxis1']['showticklabels'] = False
     lay = one.layout
     heads = [dict(text=f'<b>{name}</b>', x=j*0.55 if along == 'x' else 0, y=1 if along == 'x' else 1 - j*0.55, xref='paper', yref='paper',
                   xanchor='left', yanchor='bottom', showarrow=False) for j, name in enumerate(names)]

@@ -82,7 +82,7 @@ def drift_curve(
     fig = drawing(trace, band, dots, line, chance, title=f"Drift: {percent(t['overlap'][:h].mean())} of the gate's experts in the first half, {percent(t['overlap'][h:].mean())} in the second" if h else 'Drift', x='step t', y='share of k', width=720, height=340, legend=1)
     return fig.update_yaxes(range=[-0.02, 1.02])
 
-# %% ../nbs/14c_probe_prediction.ipynb #cell020
+# %% ../nbs/14c_probe_prediction.ipynb #cell021
 def adjacent_rows(
     trace,                 # Trace
     source:str='executed', # 'executed' or 'native'
@@ -99,7 +99,7 @@ def adjacent_rows(
         out.append(dict(layer=l, pairs=len(a) - 1, overlap=got, shuffled=mixed, chance=k/trace.meta['E'], lift=got*trace.meta['E']/k))
     return columns(out)
 
-# %% ../nbs/14c_probe_prediction.ipynb #cell021
+# %% ../nbs/14c_probe_prediction.ipynb #cell022
 @with_table(adjacent_rows)
 def adjacent_overlap(
     trace,                 # Trace

@@ -158,11 +158,11 @@ def step_timeline(
         m = t['lane'] == lane
         layer = np.where(t['layer'][m] >= 0, t['layer'][m].astype(str), '')
         bars.append(go.Bar(orientation='h', y=names[m], base=t['start_ms'][m].round(3), x=t['ms'][m].round(3), name=lane, marker=dict(color=COLORS.get(lane, COLORS['control']), line=dict(color='white', width=0.5)), text=layer, textposition='inside', insidetextanchor='middle',
-                           textangle=0, constraintext='none', textfont=dict(size=9, color='#222222' if lane in ('read', 'wait') else 'white'), customdata=np.stack([t['layer'][m], t['bytes'][m]//1024], 1), hovertemplate=f'{lane}, layer %{{customdata[0]}}: %{{x:.3f}} ms from %{{base:.3f}} ms, %{{customdata[1]}} KiB<extra></extra>'))
+                           textangle=0, textfont=dict(size=9, color='#222222' if lane in ('read', 'wait') else 'white'), customdata=np.stack([t['layer'][m], t['bytes'][m]//1024], 1), hovertemplate=f'{lane}, layer %{{customdata[0]}}: %{{x:.3f}} ms from %{{base:.3f}} ms, %{{customdata[1]}} KiB<extra></extra>'))
     wait = (m := t['lane'] == 'wait').any() and _covered(t['start_ms'][m], t['ms'][m], end) or 0.
     fig = drawing(trace, *bars, title=f'Step {at} “{token_text(trace)[at]}”: {end:.1f} ms, {percent(wait/end)} of it waiting for reads', x='time in the step (ms)', width=720, height=300, barmode='overlay', bargap=0.25, uniformtext=dict(mode='hide', minsize=8))
     for x in (0, end): fig.add_shape(type='line', xref='x', yref='y domain', x0=x, x1=x, y0=0, y1=1, line=dict(color='#222222', width=1, dash='dot'))
-    return fig.update_yaxes(type='category', categoryorder='array', categoryarray=rows[::-1], showgrid=False).update_xaxes(range=[-0.02*end, 1.02*end])
+    return fig.update_yaxes(type='category', categoryorder='array', categoryarray=rows[::-1], showgrid=False).update_xaxes(range=[-0.02*end, 1.02*end]).update_layout(margin_l=76)
 
 # %% ../nbs/14d_probe_serving.ipynb #cell029
 def byte_rows(
@@ -188,7 +188,7 @@ def loads_and_bytes(
     steady = slice(1, None) if trace.T > 1 else slice(None)
     loads, size, cold = t['loads'][steady].mean(), t['bytes'][steady].mean(), t['cold'].sum()/max(t['bytes'].sum(), 1)
     return drawing(trace, *bars, wait, title=f'{loads:.1f} loads and {size/1024:,.0f} KiB a step after the first, {percent(cold)} cold', y='read (KiB)', x='step t', width=720, height=360, legend=1, barmode='stack', yaxis_domain=[0.42, 1], xaxis_anchor='y2',
-                   yaxis2=dict(domain=[0, 0.28], anchor='x2', title_text='waited (ms)', rangemode='tozero'), xaxis2=dict(anchor='y2', matches='x', showticklabels=False, title_text=''), yaxis_anchor='x').update_xaxes(range=[-0.6, trace.T - 0.4])
+                   yaxis2=dict(domain=[0, 0.28], anchor='x2', title_text='waited (ms)', range=[0, 1.08*max(t['wait_ms'].max(), 0.1)]), xaxis2=dict(anchor='y2', matches='x', showticklabels=False, title_text=''), yaxis_anchor='x', yaxis_range=[0, 1.08*max(t['bytes'].max()/1024, 1)]).update_xaxes(range=[-0.6, trace.T - 0.4])
 
 # %% ../nbs/14d_probe_serving.ipynb #cell034
 _memory = {'allocator_active': ('allocator, now', 'compute'), 'allocator_peak': ('allocator, peak', 'compute'), 'rss_anonymous': ('process, without file pages', 'router'), 'rss': ('process, all (RSS)', 'router'),
