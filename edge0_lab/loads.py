@@ -44,8 +44,8 @@ class Readers:
         "Read one expert here and now."
         load.t0 = time.perf_counter()
         try:
-            if self.cold: load.cold = self.store.cold_bytes(load.layer, load.expert)
-            load.nbytes = self.store.read_into(load.layer, load.expert, load.rows)
+            if self.cold: load.nbytes, load.cold = self.store.read_counted(load.layer, load.expert, load.rows)
+            else: load.nbytes = self.store.read_into(load.layer, load.expert, load.rows)
             want = sum(r.nbytes for r in load.rows)
             if load.nbytes != want: raise OSError(f'{load.nbytes} bytes read, {want} wanted')
         except Exception as e: load.error = e # told to whoever waits for this load
