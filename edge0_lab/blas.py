@@ -67,23 +67,23 @@ def _resolves_to(symbol='cblas_sgemm'):
 def matmul_rate(
     T:int=1024, K:int=576, N:int=1536, # (T, K) @ (K, N)
     rounds:int=3,                      # best of
-)->float:                              # GFLOP/s
-    "Rate of MLX's float32 matmul on the CPU in this process."
+)->tuple:                              # GFLOP per second of the clock, and per second of a core
+    "Rates of MLX's float32 matmul on the CPU in this process."
     import mlx.core as mx, time
     with mx.stream(mx.cpu):
-        a, b, took = mx.random.normal((T, K)), mx.random.normal((K, N)), []
+        a, b, clocks, took = mx.random.normal((T, K)), mx.random.normal((K, N)), (time.perf_counter, time.process_time), []
         mx.eval(a, b)
         for _ in range(rounds):
-            t = time.perf_counter()
+            start = [c() for c in clocks]
             mx.eval(a @ b)
-            took.append(time.perf_counter() - t)
-    return 2*T*K*N/min(took)/1e9
+            took.append([c() - t for c, t in zip(clocks, start)])
+    return tuple(2*T*K*N/min(t)/1e9 for t in zip(*took))
 
 def blas_report(
     measure:bool=True, # also time a product (0.1 s, or 1 s with the reference BLAS)
-)->dict:               # active, file, symbol_from, gflops, verified, notice
+)->dict:               # active, file, symbol_from, gflops, gflops_core, verified, notice
     "Which BLAS serves MLX's float32 matmuls in this process, and the evidence."
     out = dict(active=_state['active'], file=Path(_state['path']).name, symbol_from=_resolves_to() if sys.platform == 'linux' else None, notice=_state['notice'])
-    if measure: out['gflops'] = round(matmul_rate(), 1)
-    if measure and out['active'] not in ('system', 'reference'): out['verified'] = out['gflops'] > 20
+    if measure: out['gflops'], out['gflops_core'] = (round(r, 1) for r in matmul_rate())
+    if measure and out['active'] not in ('system', 'reference'): out['verified'] = out['gflops_core'] > 10
     return out

@@ -23,6 +23,12 @@ def _refuse(name, got, allowed): raise ValueError(f'{name}: {got}; allowed: {all
 
 def is_mlx(a): return isinstance(a, mx.array)
 
+def _array(name, a):
+    if not isinstance(a, (mx.array, np.ndarray)): _refuse(name, type(a).__name__, 'an MLX or NumPy array')
+
+def _isin(name, value, allowed):
+    if isinstance(value, (bool, float)) or value not in allowed: _refuse(name, repr(value), allowed)
+
 def float_name(a):
     "'bf16', 'f16' or 'f32' for an array's dtype; None for any other. NumPy has no bf16: its storage, uint16, stands for it."
     return {'uint16': None if is_mlx(a) else 'bf16', 'bfloat16': 'bf16', 'float16': 'f16', 'float32': 'f32'}.get(str(a.dtype).removeprefix('mlx.core.'))
@@ -44,20 +50,31 @@ def host(
     return np.array(a, copy=False)
 
 # %% ../nbs/02_int4.ipynb #cell009
+def _check_pack(q, bits):
+    _isin('bits', bits, BITS)
+    if not isinstance(q, np.ndarray) or q.dtype.kind not in 'iu' or q.ndim < 1: _refuse('q', f'{type(q).__name__} {getattr(q, "dtype", "")}', 'a NumPy array of integers (..., n)')
+    if q.shape[-1]*bits % 32: _refuse('q', f'{q.shape[-1]} columns', f'a multiple of {32//np.gcd(32, bits)}')
+    if q.size and (q.min() < 0 or q.max() >= 2**bits): _refuse('q', f'values {q.min()}..{q.max()}', f'0..{2**bits - 1}')
+
+def _check_words(w, bits):
+    _isin('bits', bits, BITS)
+    if not isinstance(w, np.ndarray) or w.dtype != np.uint32 or w.ndim < 1: _refuse('w', f'{type(w).__name__} {getattr(w, "dtype", "")}', 'a NumPy array of uint32 (..., n)')
+    if w.shape[-1]*32 % bits: _refuse('w', f'{w.shape[-1]} words', f'whole weights of {bits} bits, a multiple of {bits//np.gcd(32, bits)}')
+
 def pack4(
     q:np.ndarray, # (..., n) integers 0..15, n a multiple of 8
 ):                # (..., n/8) uint32
     "Eight nibbles a word, the first in the lowest bits."
-    if q.shape[-1] % 8: _refuse('q', f'{q.shape[-1]} columns', 'a multiple of 8')
-    if q.size and (q.min() < 0 or q.max() > 15): _refuse('q', f'values {q.min()}..{q.max()}', '0..15')
-    words = q.astype(np.uint32).reshape(*q.shape[:-1], -1, 8)
+    _check_pack(q, 4)
+    words = q.astype(np.uint32).reshape(*q.shape[:-1], q.shape[-1]//8, 8)
     return np.bitwise_or.reduce(words << (4*np.arange(8, dtype=np.uint32)), -1)
 
 def unpack4(
     w:np.ndarray, # (..., n) uint32
 ):                # (..., 8n) uint8
     "The eight nibbles of each word."
-    return ((w[..., None] >> (4*np.arange(8, dtype=np.uint32))) & 15).astype(np.uint8).reshape(*w.shape[:-1], -1)
+    _check_words(w, 4)
+    return ((w[..., None] >> (4*np.arange(8, dtype=np.uint32))) & 15).astype(np.uint8).reshape(*w.shape[:-1], 8*w.shape[-1])
 
 # %% ../nbs/02_int4.ipynb #cell014
 def pack(
@@ -65,17 +82,19 @@ def pack(
     bits:int,     # 2, 3, 4, 5, 6 or 8
 ):                # (..., n*bits/32) uint32
     "Any width: weights as one stream of bits, the lowest first."
+    _check_pack(q, bits)
     stream = np.unpackbits(q.astype(np.uint8)[..., None], axis=-1, count=bits, bitorder='little')
-    return np.packbits(stream.reshape(*q.shape[:-1], -1), axis=-1, bitorder='little').view(np.uint32)
+    return np.packbits(stream.reshape(*q.shape[:-1], q.shape[-1]*bits), axis=-1, bitorder='little').view(np.uint32)
 
 def unpack(
     w:np.ndarray, # (..., n) uint32
     bits:int,     # 2, 3, 4, 5, 6 or 8
 ):                # (..., n*32/bits) uint8
     "The weights of a stream of bits."
+    _check_words(w, bits)
     if bits == 4: return unpack4(w)
     stream = np.unpackbits(np.ascontiguousarray(w).view(np.uint8), axis=-1, bitorder='little')
-    return np.packbits(stream.reshape(*w.shape[:-1], -1, bits), axis=-1, bitorder='little')[..., 0]
+    return np.packbits(stream.reshape(*w.shape[:-1], w.shape[-1]*32//bits, bits), axis=-1, bitorder='little')[..., 0]
 
 # %% ../nbs/02_int4.ipynb #cell017
 @dataclass(frozen=True, eq=False)
@@ -88,10 +107,13 @@ class QTensor:
     group_size: int = 64 # 32, 64 or 128
 
     def __post_init__(self):
-        if self.bits not in BITS: _refuse('bits', self.bits, BITS)
-        if self.group_size not in GROUPS: _refuse('group_size', self.group_size, GROUPS)
+        _isin('bits', self.bits, BITS)
+        _isin('group_size', self.group_size, GROUPS)
         if self.biases is None: _refuse('biases', None, 'an array; mxfp4 and nvfp4 tensors have none and are not affine')
         w, s, b = self.weight, self.scales, self.biases
+        for name, a in (('weight', w), ('scales', s), ('biases', b)):
+            _array(name, a)
+            if is_mlx(a) != is_mlx(w): _refuse(name, type(a), f'the library of weight, {type(w)}')
         if str(w.dtype).removeprefix('mlx.core.') != 'uint32': _refuse('weight', w.dtype, 'uint32')
         if float_name(s) is None: _refuse('scales', s.dtype, 'bfloat16 (uint16 in NumPy), float16, float32; 8-bit scales are mxfp4 or nvfp4')
         if s.dtype != b.dtype: _refuse('biases', b.dtype, f"the scales' {s.dtype}")
@@ -122,7 +144,7 @@ def _round(a, dtype):
 
 def _affine(w, bits, group_size):
     "Integers, scales and biases of float32 w, as MLX chooses them."
-    top, g = np.float32(2**bits - 1), w.reshape(*w.shape[:-1], -1, group_size)
+    top, g = np.float32(2**bits - 1), w.reshape(*w.shape[:-1], w.shape[-1]//group_size, group_size)
     lo, hi = g.min(-1), g.max(-1)
     steep = np.abs(lo) > np.abs(hi)
     s = np.maximum((hi - lo)/top, np.float32(1e-7))
@@ -139,8 +161,9 @@ def quantize(
     group_size:int=64, # 32, 64 or 128; divides cols
 )->QTensor:            # of the same kind of array, scales in w's dtype
     "Affine quantisation, the same bits as `mx.quantize`."
-    if bits not in BITS: _refuse('bits', bits, BITS)
-    if group_size not in GROUPS: _refuse('group_size', group_size, GROUPS)
+    _isin('bits', bits, BITS)
+    _isin('group_size', group_size, GROUPS)
+    _array('w', w)
     if float_name(w) is None: _refuse('w', w.dtype, 'bfloat16 (uint16 in NumPy), float16, float32')
     if len(w.shape) < 2 or w.shape[-1] % group_size: _refuse('w', tuple(w.shape), f'(..., rows, cols), cols a multiple of group_size {group_size}')
     if is_mlx(w): return QTensor(*mx.quantize(w, group_size, bits), bits, group_size)
@@ -152,14 +175,16 @@ def dequantize(
     dtype=None, # MLX: mx.float32 or the scales' own (default); NumPy: np.float32 (default) or np.float64
 ):              # (..., rows, cols)
     "scale * integer + bias."
+    if not isinstance(q, QTensor): _refuse('q', type(q).__name__, 'a QTensor')
     if is_mlx(q.weight):
+        if dtype is not None and not (isinstance(dtype, mx.Dtype) and dtype in (mx.float32, q.scales.dtype)): _refuse('dtype', dtype, f'None, mx.float32, {q.scales.dtype}')
         s, b = (a if dtype is None else a.astype(dtype) for a in (q.scales, q.biases))
         return mx.dequantize(q.weight, s, b, q.group_size, q.bits)
     dtype = dtype or np.float32
     if dtype not in (np.float32, np.float64): _refuse('dtype', dtype, 'np.float32, np.float64')
     s, b = (floats(a).astype(dtype)[..., None] for a in (q.scales, q.biases))
     n = unpack(q.weight, q.bits)
-    return (n.reshape(*n.shape[:-1], -1, q.group_size)*s + b).reshape(n.shape)
+    return (n.reshape(*s.shape[:-1], q.group_size)*s + b).reshape(n.shape)
 
 # %% ../nbs/02_int4.ipynb #cell027
 def relative_l2(
@@ -167,6 +192,8 @@ def relative_l2(
     want,# array of the same shape
 ):       # float
     "||got - want|| / ||want|| in float64: the measure of every contract here."
+    for name, a in (('got', got), ('want', want)):
+        if not hasattr(a, 'dtype'): _refuse(name, type(a).__name__, 'an MLX or NumPy array')
     got, want = (floats(host(a)).astype(np.float64) if str(a.dtype) not in ('float64',) else np.asarray(a) for a in (got, want))
     if got.shape != want.shape: _refuse('got', got.shape, f'the shape of want, {want.shape}')
     return float(np.linalg.norm(got - want)/max(np.linalg.norm(want), 1e-300))
@@ -181,6 +208,7 @@ class ExpertStack:
     ):
         for name, q in (('up', up), ('gate', gate), ('down', down)):
             if not isinstance(q, QTensor) or len(q.shape) != 3: _refuse(name, getattr(q, 'shape', type(q).__name__), 'a QTensor (S, rows, cols)')
+            if is_mlx(q.weight) != is_mlx(up.weight): _refuse(name, type(q.weight), f"up's library, {type(up.weight)}")
         S, F, D = up.shape
         if gate.shape != up.shape: _refuse('gate', gate.shape, f"up's shape {up.shape}")
         if down.shape != (S, D, F): _refuse('down', down.shape, (S, D, F))
@@ -209,6 +237,7 @@ class ExpertStack:
     def plan_for(self, form):
         from edge0_lab.rows import choose_form
         from edge0_lab.tasks import plan_experts
+        if not _fused(self): _refuse('bits', '/'.join(str(q.bits) for q in self.projections), '2, 4 or 8, and gate like up, for the compiled kernel')
         return plan_experts(choose_form(form, self.layouts), self.layouts, self.D, self.F, self.table)
     @functools.cached_property
     def run(self):
@@ -227,14 +256,21 @@ def _layout(q):
 
 def _to_mlx(a):
     if is_mlx(a): return a
+    a = np.ascontiguousarray(a)  # MLX refuses negative strides
     return mx.array(a).view(mx.bfloat16) if a.dtype == np.uint16 else mx.array(a)
 
+def _ids(slots): return slots if is_mlx(slots) else mx.array(np.ascontiguousarray(slots, np.int64))  # here uint16 is a number
+
 # %% ../nbs/02_int4.ipynb #cell035
-def _check_x(x, width):
+def _check_x(x, stack):
+    if not isinstance(stack, ExpertStack): _refuse('stack', type(stack).__name__, 'an ExpertStack')
+    _array('x', x)
+    width = stack.D
     if len(x.shape) != 2 or x.shape[1] != width: _refuse('x', tuple(x.shape), f'(T, {width})')
-    if float_name(x) is None and str(x.dtype) != 'float64': _refuse('x', x.dtype, 'bfloat16, float16, float32')
+    if float_name(x) is None and str(x.dtype) != 'float64': _refuse('x', x.dtype, 'bfloat16, float16, float32; float64 is computed as float32')
 
 def _check_slots(slots, T, S):
+    _array('slots', slots)
     if len(slots.shape) != 2 or slots.shape[0] != T or slots.shape[1] < 1: _refuse('slots', tuple(slots.shape), f'({T}, k), k at least 1')
     if 'int' not in str(slots.dtype): _refuse('slots', slots.dtype, 'integers')
     h = host(slots)
@@ -257,7 +293,7 @@ def expert_glu_ref(
     slots, # (T, k) integers below S
 ):         # (T, k, D) float64
     "The oracle: NumPy float64 over dequantised weights, one (token, expert) at a time."
-    _check_x(x, stack.D)
+    _check_x(x, stack)
     slots = _check_slots(slots, len(x), stack.S)
     x, v, y = floats(host(x)).astype(np.float64), stack.map(host), np.empty((*slots.shape, stack.D))
     for s in np.unique(slots):
@@ -274,12 +310,15 @@ def expert_glu_ops(
     slots, # (T, k) integers; not read on the host
 ):         # (T, k, D) MLX array in x's dtype, lazy
     "Three gathered quantised matmuls: MLX's own, for a GPU."
-    x, slots, stack = _to_mlx(x), _to_mlx(slots).astype(mx.uint32), stack.mlx
+    x, slots, stack = _to_mlx(x), _ids(slots).astype(mx.uint32), stack.mlx
     h = x[:, None, None, :]                                         # (T, 1, 1, D)
     g, u = (_gather(h, q, slots) for q in (stack.gate, stack.up))   # (T, k, 1, F)
     return _gather(g*mx.sigmoid(g)*u, stack.down, slots).squeeze(2).astype(x.dtype)
 
 # %% ../nbs/02_int4.ipynb #cell042
+def _check_form(form):
+    if form not in (None, 'f32', 'int16'): _refuse('form', repr(form), (None, 'f32', 'int16'))
+
 def _fused(stack):
     "Can the compiled kernel read this stack?"
     from edge0_lab.rows import supported
@@ -316,8 +355,9 @@ def expert_glu_kernel(
     form:str|None=None, # 'f32', 'int16'; None is this host's best
 ):         # (T, k, D) of x's kind and dtype
     "The compiled kernel; widths it cannot read (3, 5, 6 bits, gate unlike up) are dequantised and multiplied."
-    _check_x(x, stack.D)
+    _check_x(x, stack)
     slots = _check_slots(slots, len(x), stack.S)
+    _check_form(form)
     if not _fused(stack): return _like(expert_glu_tile(x, stack, slots), x)
     return _like(expert_glu_fast(_f32(x), stack, slots, np.empty((*slots.shape, stack.D), np.float32), stack.plan_for(form) if form else None), x)
 
@@ -350,7 +390,7 @@ def expert_glu(
 ):         # (T, k, D) of x's kind and dtype
     "down(silu(gate x) * (up x)) for each token and each of its k slots."
     kernel = resolve_kernel(kernel)
-    _check_x(x, stack.D)
+    _check_x(x, stack)
     if kernel == 'kernel': return expert_glu_kernel(x, stack, slots)
     slots = _check_slots(slots, len(x), stack.S)
     if kernel == 'ref': return _like(expert_glu_ref(x, stack, slots), x)
@@ -359,6 +399,7 @@ def expert_glu(
 
 # %% ../nbs/02_int4.ipynb #cell053
 def _check_linear(x, q):
+    _array('x', x)
     if not isinstance(q, QTensor) or len(q.shape) != 2: _refuse('q', getattr(q, 'shape', type(q).__name__), 'a QTensor (rows, cols)')
     if len(x.shape) < 1 or x.shape[-1] != q.shape[1]: _refuse('x', tuple(x.shape), f'(..., {q.shape[1]})')
     if float_name(x) is None: _refuse('x', x.dtype, 'bfloat16, float16, float32')
@@ -377,6 +418,7 @@ def qlinear_ops(
     _check_linear(x, q)
     w, s, b = map(_to_mlx, q.arrays)
     x = _to_mlx(x)
+    if not x.size: return mx.zeros((*x.shape[:-1], q.shape[0]), x.dtype)  # MLX divides by zero rows
     return mx.quantized_matmul(x, w, s, b, transpose=True, group_size=q.group_size, bits=q.bits).astype(x.dtype)
 
 class Linear:
@@ -386,8 +428,10 @@ class Linear:
         form:str|None=None,# 'f32', 'int16'; None is this host's best
     ):
         from edge0_lab.pool import huge_pages
-        from edge0_lab.rows import choose_form
+        from edge0_lab.rows import choose_form, supported
         from edge0_lab.tasks import plan_rows, run_linear
+        if not isinstance(q, QTensor) or len(q.shape) != 2: _refuse('q', getattr(q, 'shape', type(q).__name__), 'a QTensor (rows, cols)')
+        if not supported(q.bits, q.group_size): _refuse('q', f'{q.bits} bits', '2, 4 or 8 bits')
         self.held, layout = [np.ascontiguousarray(host(a)) for a in q.arrays], _layout(q)
         for a in self.held: huge_pages(a)
         self.run, self.form = run_linear, choose_form(form, [layout])
@@ -416,6 +460,7 @@ def qlinear_kernel(
 ):             # (..., rows) of x's kind and dtype
     "The compiled kernel; 3, 5 and 6 bits are dequantised and multiplied."
     _check_linear(x, q)
+    _check_form(form)
     from edge0_lab.rows import supported
     flat = _f32(x).reshape(-1, q.shape[1])
     if supported(q.bits, q.group_size): y = qlinear_fast(flat, plan_linear(q, form), np.empty((len(flat), q.shape[0]), np.float32))

@@ -200,7 +200,7 @@ def cores():
     "Cores this process may use, or EDGE0_LAB_THREADS; looked up once."
     n = os.environ.get('EDGE0_LAB_THREADS')
     if n is not None:
-        if not n.isdigit() or int(n) < 1: raise ValueError(f'EDGE0_LAB_THREADS: {n!r}; allowed: a whole number of at least 1')
+        if not n.isdecimal() or int(n) < 1: raise ValueError(f'EDGE0_LAB_THREADS: {n!r}; allowed: a whole number of at least 1')
         return int(n)
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
 

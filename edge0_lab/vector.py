@@ -237,15 +237,16 @@ def cached_object(
     "Where the object code of this text on this CPU belongs."
     import llvmlite, llvmlite.binding as llvm
     key = '\0'.join([text, llvmlite.__version__, str(llvm.llvm_version_info), llvm.get_host_cpu_name(), features().flatten()])
-    folder = Path(os.environ.get('EDGE0_LAB_CACHE') or Path.home()/'.cache'/'edge0_lab')/'kernels'  # settings.cache_path, without plotly's second
-    try: folder.mkdir(parents=True, exist_ok=True)
-    except OSError: return None
+    try:
+        folder = Path(os.environ.get('EDGE0_LAB_CACHE') or Path.home()/'.cache'/'edge0_lab')/'kernels'  # settings.cache_path, without plotly's second
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError): return None  # RuntimeError: a user without a home
     return folder/f'{hashlib.sha256(key.encode()).hexdigest()[:32]}.o'
 
 def _read(path):
-    "The stored object, or None: absent, or not what was written (LLVM would abort on it)."
-    if path is None or not path.exists(): return None
-    data = path.read_bytes()
+    "The stored object, or None: absent, unreadable, or not what was written (LLVM would abort on it)."
+    try: data = path.read_bytes() if path else b''
+    except OSError: return None
     return data[32:] if hashlib.sha256(data[32:]).digest() == data[:32] else None
 
 def _write(path, data):

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from edge0_lab import int4
 from edge0_lab.int4 import (BITS, GROUPS, ExpertStack, QTensor, dequantize, expert_glu, expert_glu_kernel, expert_glu_ops, expert_glu_ref, expert_glu_tile,
-                            floats, host, pack, pack4, qlinear, qlinear_kernel, qlinear_ref, quantize, relative_l2, resolve_kernel, unpack, unpack4, which_kernel)
+                            floats, host, pack, pack4, plan_linear, qlinear, qlinear_kernel, qlinear_ref, quantize, relative_l2, resolve_kernel, unpack, unpack4, which_kernel)
 
 LIMIT = dict(f32=1e-5, int16=1e-4)
 DTYPES = dict(bf16=mx.bfloat16, f16=mx.float16, f32=mx.float32)
@@ -207,6 +207,41 @@ BAD = [
     (lambda s, x, i: qlinear(x, s.up), 'q.*3, 64, 128'), (lambda s, x, i: relative_l2(x, x[:1]), 'got'),
 ]
 
+BAD += [  # found in review: these were silent, crashed, or failed without a name
+    (lambda s, x, i: expert_glu(x.tolist(), s, i), 'x: list'), (lambda s, x, i: expert_glu(x, s, i.tolist()), 'slots: list'), (lambda s, x, i: expert_glu(x, s.up, i), 'stack: QTensor'),
+    (lambda s, x, i: qlinear(x.tolist(), s.up[0]), 'x: list'), (lambda s, x, i: plan_linear(quantize(x, 3)), 'q: 3 bits'), (lambda s, x, i: plan_linear(x), 'q: '),
+    (lambda s, x, i: qlinear_kernel(x, quantize(x, 3), 'int8'), 'form.*int8'), (lambda s, x, i: make_stack(2, 64, 64, (6, 6, 6)).plan_for(None), 'bits: 6/6/6'),
+    (lambda s, x, i: quantize(x, 4.0), r'bits: 4\.0'), (lambda s, x, i: quantize(x.tolist()), 'w: list'), (lambda s, x, i: QTensor(*s.up[0].arrays, 4, 64.0), r'group_size: 64\.0'),
+    (lambda s, x, i: QTensor(s.up.weight, *map(host, s.up.arrays[1:])), 'scales.*library'), (lambda s, x, i: QTensor(s.up.weight, None, s.up.biases), 'scales: NoneType'),
+    (lambda s, x, i: ExpertStack(up=s.up, gate=s.gate.map(host), down=s.down), 'gate.*library'),
+    (lambda s, x, i: pack(np.full(32, 9), 3), r'q: values 9\.\.9.*0\.\.7'), (lambda s, x, i: pack(np.full(32, -1), 8), 'q: values -1'), (lambda s, x, i: pack(np.ones(7, int), 3), 'q: 7 columns'),
+    (lambda s, x, i: pack(np.ones(32, int), 7), 'bits: 7'), (lambda s, x, i: pack4(np.ones(8)), 'q: ndarray float64'), (lambda s, x, i: pack4(mx.zeros((8,), mx.uint8)), 'q: array'),
+    (lambda s, x, i: unpack(np.zeros(4, np.uint32), 3), 'w: 4 words.*multiple of 3'), (lambda s, x, i: unpack4(np.zeros(4, np.int32)), 'w: ndarray int32'),
+    (lambda s, x, i: dequantize(s.up, np.float32), 'dtype.*mlx'), (lambda s, x, i: dequantize(x), 'q: ndarray'), (lambda s, x, i: relative_l2([1.], x), 'got: list'),
+]
+
+@pytest.mark.parametrize('kernel', ['ref', 'ops', 'kernel'])
+@pytest.mark.parametrize('dtype', [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
+def test_slots_of_every_integer_dtype(kernel, dtype):
+    "uint16 stands for bf16 in x and scales, never in slots; reversed and strided slots are read in their order."
+    stack, (x, _) = make_stack(4, 64, 32, group=32), inputs(1, 64, 1, 4)
+    slots = np.array([[3, 2, 1, 0]])
+    want = expert_glu_ref(x, stack, slots)
+    assert relative_l2(expert_glu(x, stack, slots.astype(dtype), kernel), want) <= 1e-4
+    assert relative_l2(expert_glu(x, stack, np.arange(4, dtype=dtype)[None, ::-1], kernel), want) <= 1e-4
+    assert relative_l2(expert_glu(x, stack, slots.astype(dtype)[:, ::2], kernel), want[:, ::2]) <= 1e-4
+
+
+@pytest.mark.parametrize('kernel', ['ref', 'ops', 'kernel'])
+def test_no_token_at_all(kernel):
+    "MLX's quantised matmul of no rows ends the process: it must not be asked."
+    stack = make_stack(2, 64, 32, group=32)
+    for x in (np.ones((0, 64), np.float32), mx.ones((0, 64), mx.bfloat16)):
+        y, z = expert_glu(x, stack, np.zeros((0, 2), int), kernel), qlinear(x, stack.up[0], kernel)
+        assert y.shape == (0, 2, 64) and z.shape == (0, 32) and y.dtype == z.dtype == x.dtype
+    assert quantize(np.ones((0, 64), np.float32)).shape == (0, 64)
+
+
 @pytest.mark.parametrize('call, message', BAD)
 def test_bad_input(call, message):
     stack, (x, slots) = make_stack(3, 128, 64), inputs(2, 128, 2, 3)
@@ -236,6 +271,9 @@ def test_no_compiler_needed(tmp_path):
     for f in (tmp_path/'kernels').glob('*.o'): f.write_bytes(f.read_bytes()[:-100])
     broken = run()
     assert broken.returncode == 0 and broken.stderr.count('compiling kernel linear') == 1, broken.stderr
+    for f in (tmp_path/'kernels').glob('*.o'): f.unlink(); f.mkdir()  # what cannot be read is compiled again, and said
+    unreadable = run()
+    assert unreadable.returncode == 0 and 'kernel not cached' in unreadable.stderr, unreadable.stderr
 
 
 def test_cache_that_cannot_be_written(tmp_path):
