@@ -49,9 +49,13 @@ def served(
     with lab.stream(prompt, max_tokens, run, stop=()) as s:
         for piece in s:
             rows.append(np.array(s.session.logits.astype(mx.float32)))
-            if say: say(piece); said += len(piece)
+            if say and piece: say(piece if said else _joint(lab, s.session.tokens, piece)); said += len(piece)
     if say: say(s.out.text[said:])
     return s.out, np.stack(rows)
+
+def _joint(lab, tokens, text):
+    "Text after a prompt, with the space that mlx-lm's detokeniser takes from its first word."
+    return (' ' if text[:1] != ' ' and lab.tokenizer.decode(tokens[:1])[:1] == ' ' else '') + text
 
 # %% ../nbs/18a_demo.ipynb #cell012
 TOLERANCE = 2e-2 # of a logit, between our kernels and mlx-lm's, float32
@@ -175,14 +179,15 @@ def _one_tier(name, max_tokens, say, quiet):
         k, predicted = _heads(lab), None
         if k: predicted = lab.generate(PROMPTS['english'], max_tokens, RunConfig(prerouter=True, k=k), stop=())
         first = {d: o['staged'] for d, o in outs.items()}
-        counts, by_path = counter_rows(first), counter_rows({p: o for p, o in outs['english'].items() if p != 'resident'})
-        memory, speed = first['english'].trace, _speed(outs['english'])
-        say(f'\nThe same greedy tokens by every path? (hash of the tokens; median over steps, and most, of the largest difference of a logit)\n{as_text(_summed(tables))}\n\nStaged decode by prompt: {max_tokens} tokens each\n{as_text(counts)}\n\n"english" by path\n{as_text(by_path)}\n')
+        alike = {**outs['english'], 'staged': served(lab, PROMPTS['english'], len(outs['english']['exact'].tokens), demo_runs(lab.native_k)['staged'])[0]}
+        counts, by_path, speed = counter_rows(first), counter_rows({p: o for p, o in alike.items() if p != 'resident'}), _speed(alike)
+        say(f'\nThe same greedy tokens by every path? (hash of the tokens; median over steps, and most, of the largest difference of a logit)\n{as_text(_summed(tables))}\n\nStaged decode by prompt: {max_tokens} tokens each\n{as_text(counts)}\n\n"english" by path, {len(alike["exact"].tokens)} tokens each\n{as_text(by_path)}\n')
         say('\n' + ('' if predicted is None else f'With the prerouter, k = {k}: {as_text(counter_rows({"prerouter": predicted}))}\n{predicted.text!r}\n\n') + ('No heads are shipped with this tier yet: no run with the prerouter.\n\n' if predicted is None else ''))
         m = lab.memory()
         say(f"Memory now: allocator {bytes_text(m['allocator_active'])} (with mlx-lm's model for the proof), process {bytes_text(m['rss'])}, page cache {bytes_text(m['page_cache'])} of {bytes_text(m['checkpoint'])}\n")
         say('\n' + first['english'].report() + '\n\nSpeed, "english", warm page cache\n' + as_text(speed) + '\n')
-        return dict(name=Path(name).name, about=repr(lab), outs=outs, tables=tables, counts=counts, by_path=by_path, speed=speed, predicted=predicted)
+        texts = {d: _joint(lab, o.tokens, o.text) for d, o in first.items()}
+        return dict(name=Path(name).name, about=repr(lab), outs=outs, texts=texts, tables=tables, counts=counts, by_path=by_path, speed=speed, predicted=predicted)
 
 # %% ../nbs/18a_demo.ipynb #cell023
 _style = 'body{font:14px/1.5 "DejaVu Sans",Arial,sans-serif;max-width:760px;margin:2em auto;color:#222}table{border-collapse:collapse;font-size:12px;margin:.5em 0}th,td{border:1px solid #ddd;padding:2px 8px;text-align:right}th{background:#f5f5f5}pre{background:#f5f5f5;padding:.7em;white-space:pre-wrap;font-size:12px}details{margin:0 0 1.5em}summary{cursor:pointer;color:#0072B2}.scroll{overflow-x:auto}i{color:#666}'
@@ -205,10 +210,10 @@ def _section(page, r):
     first = {d: o['staged'] for d, o in r['outs'].items()}
     trace, code = first['english'].trace, first['code'].trace
     page.add(f'<h2>{html.escape(r["name"])}</h2><p>{html.escape(r["about"])}</p><h3>Text</h3>')
-    for domain, out in first.items(): page.add(f'<pre><b>{domain}</b> <i>{html.escape(PROMPTS[domain])}</i>{html.escape(out.text)}</pre>')
+    for domain, text in r['texts'].items(): page.add(f'<pre><b>{domain}</b> <i>{html.escape(PROMPTS[domain])}</i>{html.escape(text)}</pre>')
     page.add('<h3>One answer by every path</h3><p>Four paths of ours and mlx-lm with everything in memory: hash of the greedy tokens, and the largest difference of a logit, median over the steps and most.</p>')
     page.table(_summed(r['tables']))
-    page.add('<h3>Counters</h3><p>Staged decode by prompt; then one prompt by path. Loads are misses that were read; drops must be 0.</p>')
+    page.add('<h3>Counters</h3><p>Staged decode by prompt; then one prompt by path, the same number of tokens each. Loads are misses that were read; drops must be 0.</p>')
     page.table(r['counts']), page.table(r['by_path'])
     page.add(f'<h3>Which experts, which slots</h3><p>English on the left, Python on the right: other columns are dark.</p>')
     page.figure(beside(expert_map(trace), expert_map(code), ('english', 'code'), title='Experts used, by kind of text'), expert_map.table(trace))
