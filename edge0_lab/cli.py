@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'generate', 'trace_run', 'train_prerouter', 'repack_files', 'synth_files', 'bench_disk', 'bench_modes',
-           'bench_prerouter', 'train_teacher', 'lab_page', 'self_test', 'find_command', 'main']
+           'bench_resident', 'bench_prerouter', 'train_teacher', 'lab_page', 'self_test', 'find_command', 'main']
 
 # %% ../nbs/19_cli.ipynb #cell002
 import importlib, json, sys
@@ -118,6 +118,15 @@ def bench_modes(
     from edge0_lab.bench.fill import bench_fill
     _shown(bench_fill(k=k, rounds=rounds, out=out))
 
+def bench_resident(
+    dir:str,      # checkpoint, for example one that synth made
+    rounds:int=5, # turns of each way
+    out:str=None, # JSON to write
+):
+    "Everything of a step but the routed experts, ours against mlx-lm's modules in the same run."
+    from edge0_lab.bench.models import bench_models
+    _shown(bench_models(dir, rounds=rounds, out=out))
+
 def bench_prerouter(
     rounds:int=15, # turns of each way
     out:str=None,  # JSON to write
@@ -169,7 +178,7 @@ COMMANDS = {
     'repack': 'cli:repack_files',
     'synth': 'cli:synth_files',
     'train': {'tiny': 'cli:train_teacher', 'heads': 'cli:train_prerouter'},
-    'bench': {'kernels': 'bench.kernels:bench_kernels', 'io': 'cli:bench_disk', 'fill': 'cli:bench_modes', 'heads': 'cli:bench_prerouter'},
+    'bench': {'kernels': 'bench.kernels:bench_kernels', 'io': 'cli:bench_disk', 'fill': 'cli:bench_modes', 'heads': 'cli:bench_prerouter', 'models': 'cli:bench_resident'},
     'lab': 'cli:lab_page',
     'test': 'cli:self_test',
 }
