@@ -172,7 +172,7 @@ def _predictor(self:Lab, run, k, replay):
         b.router.check_k(k)
         b.k = k
     lazy = resolve_kernel(run.kernel) == 'ops'                   # then heads are read in groups, not layer by layer:
-    alone = len(set(blocks) - set(consumers or self.tier.consumers)) # four reads a step, of which layers without a prediction take one each
+    alone = len(set(blocks) - set(self.tier.consumers if consumers is None else consumers)) # four reads a step, of which layers without a prediction take one each
     groups = (4 - alone if alone < 4 else 4) if lazy else None
     try: return make_predictor(run.prerouter, blocks, consumers, self.tier, run.heads, self.loaded.config, run.features, replay, run.seed, 'ops' if lazy else 'auto', groups)
     finally:
