@@ -114,13 +114,18 @@ def request(
     c.requests += len(slots)
     if self.policy is not None:
         for e in ids: self.policy.touch((layer, e))
-    if missing: self._load(lease, ahead)
+    if not missing: return lease
+    try: self._load(lease, ahead)
+    except BaseException: # Ctrl-C while the main thread reads
+        self.release(lease)
+        raise
     return lease
 
 @patch
 def _load(self:LruCache, lease, ahead):
     "A slot and a read for every missing expert, as far as slots go."
     c, main = self.counters, self.arena.fill_thread == 'main'
+    lease.missing = list(dict.fromkeys(lease.missing)) # an expert said twice has one slot
     for i, e in enumerate(lease.missing):
         s = self._take(ahead)
         if s is None:
@@ -225,7 +230,7 @@ def wait(
 ):
     "Until the lease's reads have ended. What failed moves to `missing`; each failure is raised once, as `ReadError` with layer and expert."
     if not lease.loads: return
-    loads, lease.loads = lease.loads, []
+    loads = lease.loads
     if not all(l.done for l in loads):
         t0 = time.perf_counter()
         for l in loads: l.wait()
@@ -235,6 +240,7 @@ def wait(
         self.counters.wait_s += t1 - t0
         if self.recorder is not None: self.recorder.record('wait', lease.layer, t0, t1, 0)
     self._finish(loads)
+    lease.loads = [] # not before: a wait cut short by Ctrl-C must not make the lease look filled
     lease.nbytes += sum(l.nbytes for l in loads)
     lease.cold += sum(l.cold for l in loads)
     bad = [l for l in loads if l.error is not None]

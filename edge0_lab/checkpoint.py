@@ -62,6 +62,7 @@ def _entry(path, shard, start, name, d):
     if not isinstance(shape, list) or not all(map(_whole, shape)): raise CheckpointError(path, name, 'shape', repr(shape)[:60], 'whole numbers from 0')
     if not isinstance(at, list) or len(at) != 2 or not all(map(_whole, at)) or at[0] > at[1]:
         raise CheckpointError(path, name, 'data_offsets', repr(at)[:60], '[begin, end], 0 <= begin <= end')
+    if prod(d or 1 for d in shape) >= 1 << 60: raise CheckpointError(path, name, 'shape', repr(shape)[:60], 'fewer than 2^60 elements')
     bits, nbytes = prod(shape)*DTYPE_BITS[dtype], at[1] - at[0]
     if bits != 8*nbytes: raise CheckpointError(path, name, 'byte range does not match dtype and shape', f'{nbytes} bytes', f'{dtype} x {shape} = {bits/8:g} bytes')
     return Entry(name, dtype, tuple(shape), shard, Path(path).name, start + at[0], nbytes)

@@ -148,6 +148,7 @@ def _part_name(t, e, part):
     return names[0] if len(names) == 1 else names[e]
 
 def _wrong_rows(t, layer, rows):
+    if len(rows) != len(PARTS): raise ValueError(f'rows: {len(rows)} arrays; {len(PARTS)} in PARTS order are needed')
     for i, (row, n) in enumerate(zip(rows, t.sizes, strict=True)):
         if row.nbytes != n: raise ValueError(f'rows[{i}] ({PARTS[i]}): {row.nbytes} bytes; layer {layer} needs {n}')
 
@@ -269,6 +270,7 @@ def evict(
     e:int|None=None,     # None: all experts of the layer
 )->float:                # fraction still resident, 0.0 when really cold; NaN where unknown
     "Throw an expert, a layer or everything out of memory, and look whether it went."
+    if layer is None and e is not None: raise ValueError(f'expert: {e} without a layer is impossible; allowed: a layer and an expert')
     if layer is None: todo = [(s, 0, s.size) for s in self.ck.shards]
     elif e is None: todo = [r for e in range(self.E(layer)) for r in _each_run(self, layer, e)]
     else: todo = list(_each_run(self, layer, e))

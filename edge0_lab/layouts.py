@@ -54,7 +54,8 @@ def _piece(ck, who):
     if None in who:
         if len(who) > 1: raise CheckpointError(ck.path/first.file, first.name, 'both stacked and per expert', sorted(e.name for e in who.values())[:3], 'one layout')
         if len(first.shape) != 3: raise CheckpointError(ck.path/first.file, first.name, 'stacked experts', f'shape {first.shape}', '(E, out, in)')
-        E, nb = first.shape[0], first.nbytes//max(first.shape[0], 1)
+        if not first.shape[0]: raise CheckpointError(ck.path/first.file, first.name, 'no experts', f'shape {first.shape}', 'at least one')
+        E, nb = first.shape[0], first.nbytes//first.shape[0]
         return _Piece(np.full(E, first.shard), first.offset + nb*np.arange(E), first.shape[1:], first.dtype, nb, (first.name,))
     E = max(who) + 1
     if len(who) != E:
@@ -139,6 +140,7 @@ def _solve(ck, proj, out, width, w, s, b):
     def need(ok, p, fault, found, expected):
         if not ok: raise CheckpointError(ck.path, p.names[0], fault, found, expected)
     need(w.dtype == 'U32' and len(w.shape) == 2, w, 'packed weights', f'{w.dtype} {w.shape}', 'U32 (out, words)')
+    need(out > 0 and width > 0, w, f'size of {proj}', f'{out} x {width}', 'above 0')
     need(w.shape[0] == out, w, f'rows of {proj}', w.shape[0], out)
     need(s.dtype in _FLOATS, s, f'quantisation of {proj} is not affine', f'scales {s.dtype}', ', '.join(_FLOATS))
     need(b.shape == s.shape and b.dtype == s.dtype, b, 'biases and scales differ', f'{b.dtype} {b.shape}', f'{s.dtype} {s.shape}')

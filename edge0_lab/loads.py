@@ -49,9 +49,13 @@ class Readers:
             want = sum(r.nbytes for r in load.rows)
             if load.nbytes != want: raise OSError(f'{load.nbytes} bytes read, {want} wanted')
         except Exception as e: load.error = e # told to whoever waits for this load
-        load.t1 = time.perf_counter()
-        load.done = True
-        load.lock.release()
+        except BaseException as e:            # Ctrl-C on the main thread: the slot holds no expert, and nobody may wait for ever
+            load.error = e
+            raise
+        finally:
+            load.t1 = time.perf_counter()
+            load.done = True
+            load.lock.release()
 
     def submit(self, load):
         "Read on a worker thread."

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .checkpoint import DTYPE_BITS, Checkpoint
+from .checkpoint import DTYPE_BITS, Checkpoint, _load_json
 from .experts import ExpertStore
 from .int4 import PARTS
 from .layouts import _NAME
@@ -172,12 +172,13 @@ def repack(
 )->dict:           # files, written, kept, tensors, bytes
     "Write the same tensors ordered by expert: one read instead of nine."
     dir, out = Path(dir), Path(out)
+    if dir.is_file(): raise ValueError(f'dir: {dir.name!r} is a file; a directory is needed')
     with Checkpoint.open(dir) as ck, ExpertStore(ck, threads=1) as store:
         if out.resolve() == dir.resolve(): raise ValueError(f'out: {out.name!r} is the checkpoint itself; another directory is needed')
         out.mkdir(parents=True, exist_ok=True)
         files, log, me = _sources(store), out/'repack.json', _identity(ck)
-        state = json.loads(log.read_text()) if log.exists() else dict(version=1, source=me, files={})
-        if state['source'] != me: raise CheckpointError(log, None, 'out holds another checkpoint', state['source'][:12], me[:12])
+        state = _load_json(log) if log.exists() else dict(version=1, source=me, files={})
+        if state.get('source') != me: raise CheckpointError(log, None, 'out holds another checkpoint', str(state.get('source'))[:12], me[:12])
         for p in out.glob('model*.safetensors'):
             if p.name not in files: raise CheckpointError(p, None, 'out holds a file that is not ours', p.name, 'an empty directory or an unfinished repack')
         kept = {f for f in files if f in state['files'] and _good(out/f, state['files'][f])}

@@ -37,6 +37,9 @@ class Throttle:
         if name == 'store': raise AttributeError(name)    # not made yet
         return getattr(self.store, name)
 
+    def __enter__(self): return self
+    def __exit__(self, *_): self.store.close()
+
     def due(self, start, nbytes):
         "When a load that starts at `start` is complete: latency, then its turn in the pipe."
         with self._lock:
@@ -49,8 +52,8 @@ class Throttle:
 
     def read_counted(self, layer, e, rows):
         "As `ExpertStore.read_counted`: what was cold on the real disk."
-        got = self.store.read_counted(layer, e, rows)
-        self._wait(time.monotonic(), got[0])
+        start, got = time.monotonic(), self.store.read_counted(layer, e, rows)
+        self._wait(start, got[0])
         return got
 
     def _read_cut(self, layer, e, part, row): return self._wait(time.monotonic(), self.store._read_cut(layer, e, part, row))

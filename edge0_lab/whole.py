@@ -56,8 +56,10 @@ class WholeLayer:
         rows = np.array(ids)
         if not len(rows): return mx.zeros((0, rows.shape[1], x.shape[1]), dtype=x.dtype)
         snap, E = self.counters.snapshot(), self.store.E(layer)
+        wanted = np.unique(rows).tolist()
+        if wanted[0] < 0 or wanted[-1] >= E: raise ValueError(f'ids: expert {wanted[0] if wanted[0] < 0 else wanted[-1]} in layer {layer} is impossible; 0 to {E - 1}')
         whole = self.read == 'layer' or (self.read == 'auto' and rows.size >= E)
-        half, pieces = self._plan(layer, np.unique(rows).tolist(), E, whole)
+        half, pieces = self._plan(layer, wanted, E, whole)
         try: y = self._pieces(layer, x, rows, half, pieces, whole)
         except BaseException:
             self._abandon()
@@ -133,13 +135,14 @@ def _other(self:WholeLayer, spec, n):
 def _finish(self:WholeLayer, half):
     "Wait for a half's reads and account for them."
     if not half.loads: return
-    loads, half.loads, c = half.loads, [], self.counters
+    loads, c = half.loads, self.counters
     if not all(l.done for l in loads):
         t0 = time.perf_counter()
         for l in loads: l.wait()
         t1 = time.perf_counter()
         c.waits, c.wait_s = c.waits + 1, c.wait_s + t1 - t0
         if self.recorder is not None: self.recorder.record('wait', half.layer, t0, t1, 0)
+    half.loads = [] # not before: after Ctrl-C the half is drained before it is used again
     good = [l for l in loads if l.error is None]
     c.loads, c.failed, c.bytes_read = c.loads + len(good), c.failed + len(loads) - len(good), c.bytes_read + sum(l.nbytes for l in good)
     if self.recorder is not None: self.recorder.record('read', half.layer, min(l.t0 for l in loads), max(l.t1 for l in loads), sum(l.nbytes for l in good))

@@ -1,5 +1,5 @@
 "Any path, any fill mode, any capacity: the same bits."
-import gc
+import gc, threading
 
 import edge0_lab
 import mlx.core as mx
@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from edge0_lab.executors import Exact, Hot, Staged, Timeline, WholeLayer
 from edge0_lab.int4 import expert_glu_ref, relative_l2
-from edge0_lab.slots import Arena, HotSet, LruCache, ReadError, Stage, open_caches, shared_view
+from edge0_lab.slots import Arena, HotSet, Load, LruCache, ReadError, Stage, open_caches, shared_view
 from edge0_lab.store import Checkpoint, ExpertStore, synth_experts
 
 L, E, D = 3, 8, 64
@@ -361,3 +361,29 @@ def test_whole_layer_out_of_order(store, truth):
         assert same(whole(l, x, ids), truth('kernel')(l, x, ids))
     assert whole.unused == 2*E # ahead for layer 1 (0 called 2), for layer 2 (1 called 0)
     whole.free()
+
+
+def test_ctrl_c_during_a_whole_layer_drains_before_the_next(store, truth, monkeypatch):
+    real, gate, whole, wait = store.read_into, threading.Event(), WholeLayer(store, threads=2), Load.wait
+    def slow(layer, e, rows):
+        gate.wait()
+        return real(layer, e, rows)
+    def interrupted(load):
+        monkeypatch.setattr(Load, 'wait', wait)
+        gate.set()
+        raise KeyboardInterrupt
+    drained = []
+    drain = WholeLayer._drain
+    monkeypatch.setattr(WholeLayer, '_drain', lambda self, half: (drained.append(len(half.loads)), drain(self, half)))
+    monkeypatch.setattr(store, 'read_into', slow)
+    monkeypatch.setattr(Load, 'wait', interrupted)
+    x, ids = mx.ones((2, store.spec(0).D)), mx.array([[0, 1], [2, 3]])
+    with pytest.raises(KeyboardInterrupt): whole(0, x, ids)
+    assert max(drained) > 0 and not any(half.loads for half in whole._each())
+    whole.free()
+
+
+@pytest.mark.parametrize('bad', [-1, E])
+@pytest.mark.parametrize('read', ['layer', 'used'])
+def test_a_whole_layer_refuses_an_expert_that_is_not_there(store, bad, read):
+    with pytest.raises(ValueError, match=f'expert {bad} in layer 0'): WholeLayer(store, read=read)(0, mx.ones((1, D)), mx.array([[1, bad]]))

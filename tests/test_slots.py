@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from edge0_lab.slots import FILLS, Arena, HotSet, LruCache, ReadError, Stage, open_caches, shared_view, slots_of
+from edge0_lab.slots import FILLS, Arena, HotSet, Load, LruCache, ReadError, Stage, open_caches, shared_view, slots_of
 from edge0_lab.store import Checkpoint, ExpertStore, synth_experts
 
 L, E = 3, 12
@@ -377,3 +377,48 @@ def test_layers_of_another_kind_get_another_arena(tmp_path, store):
         assert caches[0].capacity == 6 and caches[2].capacity == 3
         assert caches[0].counters is caches[2].counters
         other.close()
+
+# ---- Ctrl-C, and an expert said twice
+
+def test_ctrl_c_in_a_wait_leaves_no_lease_that_only_looks_filled(store, first_bytes, monkeypatch):
+    cache, real, gate = cache_of(store, 4), store.read_into, threading.Event()
+    stage = Stage(cache)
+    def slow(layer, e, rows):
+        gate.wait()
+        return real(layer, e, rows)
+    def interrupted(load): raise KeyboardInterrupt
+    with monkeypatch.context() as m:
+        m.setattr(store, 'read_into', slow)
+        stage.fill(0, [1, 2])
+        lease, _ = stage.take(0)
+        m.setattr(Load, 'wait', interrupted)
+        with pytest.raises(KeyboardInterrupt): stage.ready(lease)
+        assert len(lease.loads) == 2
+        gate.set()
+    stage.ready(lease)
+    assert all(holds(cache, s) == first_bytes[0, e] for e, s in lease.place.items())
+    stage.reset()
+    cache.check()
+    cache.close()
+
+def test_ctrl_c_in_a_read_on_the_main_thread_frees_the_slot(store, first_bytes, monkeypatch):
+    cache = cache_of(store, 4, fill_thread='main')
+    def interrupted(layer, e, rows): raise KeyboardInterrupt
+    with monkeypatch.context() as m:
+        m.setattr(store, 'read_into', interrupted)
+        with pytest.raises(KeyboardInterrupt): cache.acquire(0, [1, 2])
+    lease = cache.acquire(0, [1, 2, 3, 4])
+    assert all(holds(cache, s) == first_bytes[0, e] for e, s in lease.place.items())
+    cache.release(lease)
+    cache.check()
+    cache.counters.check(store.spec(0).total)
+    cache.close()
+
+def test_an_expert_said_twice_has_one_slot(store):
+    cache = cache_of(store, 4)
+    for e in range(6):
+        lease = cache.acquire(0, [e, e, e])
+        assert len(set(lease.slots)) == 1
+        cache.release(lease)
+        cache.check()
+    cache.close()

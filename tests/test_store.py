@@ -412,3 +412,30 @@ def test_fill_in_place_allocates_nothing(small):
 def test_synth_refuses_what_it_cannot_make(tmp_path):
     for kw, said in ((dict(layout='heap'), 'layout'), (dict(bits=7), 'bits'), (dict(dtype='f8'), 'dtype'), (dict(group_size=48), 'D: 128')):
         with pytest.raises(ValueError, match=said): synth_experts(tmp_path/'n', 1, 2, D, F, **kw)
+
+
+def test_impossible_sizes_are_refused_by_name(tmp_path):
+    for i, shape in enumerate(([1 << 62]*20, [0] + [1 << 62]*3)):
+        d = tmp_path/f'{i}'
+        d.mkdir()
+        write(d/'model.safetensors', {'a': dict(dtype='F32', shape=shape, data_offsets=[0, 0])}, b'')
+        with pytest.raises(CheckpointError, match="'a': shape"): Checkpoint.open(d)
+    with pytest.raises(CheckpointError, match='no experts'): opened(put(tmp_path/'none', nine(0, 64, 64)))
+
+
+def test_what_names_no_expert_is_refused(small):
+    s = opened(small)
+    rows = flat_rows(s.spec(0).empty())
+    with pytest.raises(ValueError, match='rows: 8 arrays'): s.read_into(0, 0, rows[:8])
+    with pytest.raises(ValueError, match='without a layer'): s.evict(None, 3)
+    with Throttle(s, 0, 1e12) as t: assert t.read_counted(0, 0, rows)[0] == s.spec(0).total
+    with pytest.raises(RuntimeError): s.read_many([(0, 0, rows)])
+
+
+def test_repack_names_a_log_that_is_not_its_own(small, tmp_path):
+    out = tmp_path/'out'
+    out.mkdir()
+    for text in ('{"sour', '[]', '{}'):
+        (out/'repack.json').write_text(text)
+        with pytest.raises(CheckpointError, match='repack.json'): repack(small, out)
+    with pytest.raises(ValueError, match='dir: '): repack(next(small.glob('*.safetensors')), tmp_path/'other')
