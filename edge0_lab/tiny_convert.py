@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KEEP_F32', 'mlx_config', 'rename_ling', 'build_model', 'write_checkpoint', 'convert_tiny', 'load_f32', 'parity']
 
-# %% ../nbs/16g_tiny_convert.ipynb #cell002
+# %% ../nbs/16g_tiny_convert.ipynb #cell003
 import json, shutil
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-# %% ../nbs/16g_tiny_convert.ipynb #cell005
+# %% ../nbs/16g_tiny_convert.ipynb #cell006
 _QWEN = '''model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act max_position_embeddings rms_norm_eps
     tie_word_embeddings attention_bias linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads moe_intermediate_size
     shared_expert_intermediate_size num_experts_per_tok num_experts layer_types rope_parameters eos_token_id'''.split()
@@ -42,7 +42,7 @@ def mlx_config(
     return dict(architectures=['BailingMoeV3ForCausalLM'], model_type='bailing_hybrid', **c, head_dim=hf['linear_head_dim'], no_kda_lora=True, rope_interleave=True,
                 moe_shared_expert_intermediate_size=c['moe_intermediate_size'], score_function='sigmoid', norm_topk_prob=True, moe_router_enable_expert_bias=True)
 
-# %% ../nbs/16g_tiny_convert.ipynb #cell007
+# %% ../nbs/16g_tiny_convert.ipynb #cell008
 KEEP_F32 = ('A_log', 'dt_bias', 'expert_bias', 'mlp.gate.weight') # as Ling keeps them; Qwen keeps A_log only
 
 def rename_ling(
@@ -61,7 +61,7 @@ def rename_ling(
         else: out[n] = t
     return out
 
-# %% ../nbs/16g_tiny_convert.ipynb #cell010
+# %% ../nbs/16g_tiny_convert.ipynb #cell011
 def build_model(
     cfg:dict, # config.json
     w:dict,   # arrays by transformers' names
@@ -106,7 +106,7 @@ def convert_tiny(
         (d/'tokenizer_config.json').write_text(json.dumps(about, indent=2) + '\n')
     shutil.copy(src/'parity.npz', out/'parity.npz')
 
-# %% ../nbs/16g_tiny_convert.ipynb #cell012
+# %% ../nbs/16g_tiny_convert.ipynb #cell013
 def load_f32(
     folder:Path, # a checkpoint
 ):               # an mlx-lm model

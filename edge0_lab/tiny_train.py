@@ -142,7 +142,7 @@ def evaluate(fast, rows, B=8):
             lg = rms(x[:m], fast.final_norm, fast.cfg.rms_norm_eps) @ fast.m.lm_head.weight.T
             tot += F.cross_entropy(lg.reshape(-1, lg.shape[-1]).float(), b[:m, 1:].reshape(-1), reduction='sum').item()
             c = torch.stack(fast.counts)
-            load = c if load is None else load + c
+            if m == B: load = c if load is None else load + c   # a padded batch would count its padding
         n[d] = len(r)*(r.shape[1]-1); loss[d] = tot/n[d]
     return {**{d: round(v, 4) for d, v in loss.items()}, 'all': round(sum(loss[d]*n[d] for d in n)/sum(n.values()), 4)}, load
 
