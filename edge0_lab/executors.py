@@ -9,7 +9,7 @@ __all__ = ['Staged', 'Hot', 'Exact', 'Path', 'Timeline', 'compute', 'host_ids', 
 import edge0_lab
 import mlx.core as mx
 
-from .exact import Exact, Path, Timeline, compute, host_ids, places
+from .exact import Exact, Path, Timeline, check_call, compute, host_ids, places
 from .slots import HotSet, Stage, distinct
 from .whole import WholeLayer
 
@@ -36,6 +36,7 @@ class Staged(Exact):
         ids:mx.array, # (T, k)
     )->mx.array:      # (T, k, D)
         stage, cache, rows = self.stage, self.caches[layer], None
+        check_call(layer, x, ids, cache.arena.spec.D)
         if not len(ids): return self._serve(cache, layer, x, host_ids(ids))
         if not self.lazy: rows = host_ids(ids)
         lease, device = stage.take(layer, ids, rows)

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from fastcore.basics import patch
 
-from .exact import compute, places
+from .exact import check_call, compute, places
 from .int4 import resolve_kernel
 from .slots import Arena, Counters, Load, ReadError, Readers
 
@@ -53,6 +53,7 @@ class WholeLayer:
         x:mx.array,   # (T, D)
         ids:mx.array, # (T, k)
     )->mx.array:      # (T, k, D)
+        check_call(layer, x, ids, self.store.spec(layer).D)
         rows = np.array(ids)
         if not len(rows): return mx.zeros((0, rows.shape[1], x.shape[1]), dtype=x.dtype)
         snap, E = self.counters.snapshot(), self.store.E(layer)

@@ -387,3 +387,13 @@ def test_ctrl_c_during_a_whole_layer_drains_before_the_next(store, truth, monkey
 @pytest.mark.parametrize('read', ['layer', 'used'])
 def test_a_whole_layer_refuses_an_expert_that_is_not_there(store, bad, read):
     with pytest.raises(ValueError, match=f'expert {bad} in layer 0'): WholeLayer(store, read=read)(0, mx.ones((1, D)), mx.array([[1, bad]]))
+
+
+@pytest.mark.parametrize('shape, ids', [((3, 32), (3, 2)), ((2, 64), (3, 2)), ((3, 64), (3,)), ((64,), (1, 2))])
+def test_a_call_of_the_wrong_shape_is_refused(tmp_path, shape, ids):
+    "The kernels check nothing: a narrow x would be read past its end."
+    with Checkpoint.open(synth_experts(tmp_path/'c', 1, 8, 64, 64)) as ck, ExpertStore(ck) as store:
+        caches = open_caches(store, 16)
+        for path in (Exact(caches), Staged(Stage(caches)), Hot(HotSet(caches, 2)), WholeLayer(store)):
+            with pytest.raises(ValueError, match=r'x, ids: shapes'): path(store.layers[0], mx.zeros(shape), mx.zeros(ids, dtype=mx.int32))
+        for cache in caches.each(): cache.close()
