@@ -156,13 +156,13 @@ def step_timeline(
     names, bars = np.array(names), []
     for lane in dict.fromkeys(t['lane'].tolist()):
         m = t['lane'] == lane
-        layer = np.where(t['layer'][m] >= 0, t['layer'][m].astype(str), '')
+        layer = np.where((t['layer'][m] >= 0) & (t['ms'][m] >= 0.02*end), t['layer'][m].astype(str), '')   # where it fits
         bars.append(go.Bar(orientation='h', y=names[m], base=t['start_ms'][m].round(3), x=t['ms'][m].round(3), name=lane, marker=dict(color=COLORS.get(lane, COLORS['control']), line=dict(color='white', width=0.5)), text=layer, textposition='inside', insidetextanchor='middle',
-                           textangle=0, textfont=dict(size=9, color='#222222' if lane in ('read', 'wait') else 'white'), customdata=np.stack([t['layer'][m], t['bytes'][m]//1024], 1), hovertemplate=f'{lane}, layer %{{customdata[0]}}: %{{x:.3f}} ms from %{{base:.3f}} ms, %{{customdata[1]}} KiB<extra></extra>'))
+                           textangle=0, constraintext='none', textfont=dict(size=9, color='#222222' if lane in ('read', 'wait') else 'white'), customdata=np.stack([t['layer'][m], t['bytes'][m]//1024], 1), hovertemplate=f'{lane}, layer %{{customdata[0]}}: %{{x:.3f}} ms from %{{base:.3f}} ms, %{{customdata[1]}} KiB<extra></extra>'))
     wait = (m := t['lane'] == 'wait').any() and _covered(t['start_ms'][m], t['ms'][m], end) or 0.
-    fig = drawing(trace, *bars, title=f'Step {at} “{token_text(trace)[at]}”: {end:.1f} ms, {percent(wait/end)} of it waiting for reads', x='time in the step (ms)', width=720, height=300, barmode='overlay', bargap=0.25, uniformtext=dict(mode='hide', minsize=8))
+    fig = drawing(trace, *bars, title=f'Step {at} “{token_text(trace)[at]}”: {end:.1f} ms, {percent(wait/end)} of it waiting for reads', x='time in the step (ms)', width=720, height=300, barmode='overlay', bargap=0.25)
     for x in (0, end): fig.add_shape(type='line', xref='x', yref='y domain', x0=x, x1=x, y0=0, y1=1, line=dict(color='#222222', width=1, dash='dot'))
-    return fig.update_yaxes(type='category', categoryorder='array', categoryarray=rows[::-1], showgrid=False).update_xaxes(range=[-0.02*end, 1.02*end]).update_layout(margin_l=76)
+    return fig.update_yaxes(type='category', categoryorder='array', categoryarray=rows[::-1], showgrid=False, dtick=1, tickfont_size=10).update_xaxes(range=[-0.02*end, 1.02*end]).update_layout(margin_l=76)
 
 # %% ../nbs/14d_probe_serving.ipynb #cell029
 def byte_rows(
