@@ -74,6 +74,7 @@ def card(
     scores:dict,   # kind of task -> share right
     samples:dict,  # domain -> text
     versions:dict, # package -> version
+    note:str='',   # what the last arguments do not say
 )->str:
     "Markdown of README.md."
     a, name = s['args'], s['tier']
@@ -101,7 +102,7 @@ Wikipedia leads in English, French and Spanish: text by Wikipedia's contributors
 ## Training
 
 {s['steps']} steps of {a['B']} x {a['T']} tokens = {s['tokens']/1e6:.2f} M tokens ({s['epochs']} epochs), float32, seed {a['seed']}. Muon {a['muon_lr']} (weight decay {a['wd']}) for matrices, AdamW {a['lr']} for embeddings, head, router and scalars; warm-up {a['warmup']}, constant, linear decay over the last {a['decay']} steps. {f"Balance loss {a['aux']}, z loss {a['z']}." if name == 'tiny-softmax' else f"Selection bias moved by {a['bias_rate']} a step towards balance; balance loss {a['aux']}."}
-torch {versions['torch']}, transformers {versions['transformers']}. Command: `train_tiny('{name}', steps={a['steps']}, decay={a['decay']})`.
+torch {versions['torch']}, transformers {versions['transformers']}. Command: `train_tiny('{name}', steps={a['steps']}, decay={a['decay']})`. {note}
 
 ## Held-out loss (nats per token, {s['heldout_tokens']:,} tokens, windows of {a['T']} without memory)
 
@@ -126,6 +127,7 @@ def write_card(
     tier:str,      # "tiny-softmax" or "tiny-sigmoid"
     export:Path,   # folder written by the torch part
     versions:dict, # package -> version
+    note:str='',   # what the last arguments of the run do not say
 )->Path:           # README.md
     "training.json and README.md of a converted tier."
     from tokenizers import Tokenizer
@@ -136,5 +138,5 @@ def write_card(
     model, tok = load_f32(data_path(tier)), Tokenizer.from_file(str(data_path(tier, 'tokenizer.json')))
     scores = {k: task_score(model, tok, k) for k in ('copy', 'brackets', 'add')}
     out = data_path(tier, 'README.md')
-    out.write_text(card(s, bar, scores, {d: sample(model, tok, p) for d, p in PROMPTS.items()}, versions))
+    out.write_text(card(s, bar, scores, {d: sample(model, tok, p) for d, p in PROMPTS.items()}, versions, note))
     return out
