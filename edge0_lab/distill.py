@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Corpus', 'Dequantised', 'Seen', 'collect', 'router_kl', 'stacked', 'unstacked', 'head_logits', 'HeadRun', 'fit_heads',
-           'predicted', 'judge', 'gather_seen', 'train_heads']
+           'predicted', 'judge', 'margin', 'gather_seen', 'train_heads']
 
 # %% ../nbs/10_distill.ipynb #cell003
 import hashlib, json, os
@@ -210,9 +210,9 @@ def _features(seen, rows, mask=None):
 @dataclass(frozen=True)
 class HeadRun:
     "Settings of one training; a saved state only continues the same ones."
-    steps:int=600
-    batch:int=4096     # pairs a step, over all processes
-    lr:float=2e-3      # peak
+    steps:int=240
+    batch:int=1536     # pairs a step, over all processes
+    lr:float=3e-3      # peak
     warmup:int=20      # steps
     seed:int=0
     decay:float=0.01   # weight decay
@@ -310,6 +310,19 @@ def judge(
     flat = lambda a, j: a[j].reshape(-1, a.shape[-1])
     return [dict(owner=N, kl=float(kl[j]), **agreement(flat(wide, j), flat(true, j), m)) for j, N in enumerate(seen.owners)]
 
+def margin(
+    seen:Seen,
+    ours, theirs,   # (n, B, T-1, E) predicted logits
+    draws:int=1000, # bootstrap samples
+    seed:int=0,
+):                  # mean, low and high end of the 95 % interval
+    "By how many experts of k one predictor's overlap beats another's; windows are what is drawn, tokens of one window are no independent witnesses."
+    true = seen.choice(seen.logits[:, :, 1:])
+    per = [overlap(true, seen.choice(l)).mean((0, 2)) for l in (ours, theirs)]          # (B,) each
+    gain = per[0] - per[1]
+    means = gain[np.random.default_rng(seed).integers(0, len(gain), (draws, len(gain)))].mean(1)
+    return tuple(float(v) for v in (gain.mean(), *np.quantile(means, (0.025, 0.975))))
+
 # %% ../nbs/10_distill.ipynb #cell031
 def _fingerprint(folder, *settings):
     "Changes when the checkpoint or the settings do."
@@ -353,18 +366,19 @@ def gather_seen(
 def train_heads(
     tier:str,               # name in settings.ini
     k:int=None,             # experts per token; default the tier's
-    windows:int=768,        # of training text
+    windows:int=192,        # of training text
     T:int=256,              # tokens a window
-    heldout:int=64,         # windows of held-out text to judge by
+    heldout:int=28,         # windows of held-out text to judge by
     run:HeadRun=HeadRun(),
     corpus=None,            # Corpus; default the prepared one
     out:Path=None,          # file; default prerouter_k<k>.safetensors beside the checkpoint
-    group=None,             # mx.distributed group
+    group=None,             # mx.distributed group; default the launcher's, if one started us
     keep:bool=True,         # collected states and training state in the cache, to continue from
     progress:bool=True,
 )->dict:                    # what the log beside the file says
     "Distil the heads of a tier for one k, judge them, write them."
     t = _tier(tier)
+    if group is None and 'MLX_RANK' in os.environ: group = mx.distributed.init(strict=True)
     k, rank = k or t.k, group.rank() if group else 0
     corpus = corpus or Corpus.open()
     out = Path(out) if out else t.checkpoint/f'prerouter_k{k}.safetensors'
@@ -380,7 +394,8 @@ def train_heads(
     rungs = {'previous': test.logits[:, :, :-1].astype(np.float32), 'next-gate': predicted(test, warm), 'trained': predicted(test, heads)}
     log = dict(tier=tier, k=k, command=f'edge0-lab train heads --tier {tier} --k {k}', windows=windows, T=T, heldout=heldout, run=dict(vars(run)),
                curve=[[round(v, 4) for v in row] for row in curve[::max(1, len(curve)//60)]],
-               heldout_text={name: [{n: round(v, 4) for n, v in r.items()} for r in judge(test, l, m=(2*k, 3*k))] for name, l in rungs.items()})
+               heldout_text={name: [{n: round(v, 4) for n, v in r.items()} for r in judge(test, l, m=(2*k, 3*k))] for name, l in rungs.items()},
+               margin={name: [round(v, 4) for v in margin(test, rungs['trained'], rungs[name])] for name in ('previous', 'next-gate')})
     if rank == 0:
         write_heads(out, heads)
         out.with_suffix('.json').write_text(json.dumps(log, indent=1) + '\n')
