@@ -138,11 +138,11 @@ def evaluate(fast, rows, B=8):
             b = r[i:i+B]
             if len(b) < B: b = torch.cat([b, b.new_zeros(B-len(b), b.shape[1])])
             m = min(B, len(r)-i)
-            x, _, _ = fast.hidden(b[:, :-1])
+            x, _, _ = fast.hidden(b[:, :-1], routes=True)
             lg = rms(x[:m], fast.final_norm, fast.cfg.rms_norm_eps) @ fast.m.lm_head.weight.T
             tot += F.cross_entropy(lg.reshape(-1, lg.shape[-1]).float(), b[:m, 1:].reshape(-1), reduction='sum').item()
-            c = torch.stack(fast.counts)
-            if m == B: load = c if load is None else load + c   # a padded batch would count its padding
+            c = torch.stack([torch.bincount(ids[:m*(r.shape[1]-1)].reshape(-1), minlength=len(of)) for ids, of in zip(fast.routes, fast.counts)])   # without the padding
+            load = c if load is None else load + c
         n[d] = len(r)*(r.shape[1]-1); loss[d] = tot/n[d]
     return {**{d: round(v, 4) for d, v in loss.items()}, 'all': round(sum(loss[d]*n[d] for d in n)/sum(n.values()), 4)}, load
 
@@ -184,7 +184,7 @@ def train(a):
             with torch.no_grad():
                 for b, c in zip([b for b in fast.bias if b is not None], fast.counts):
                     b.add_(torch.sign(c.float().mean() - c.float()), alpha=a.bias_rate*s)
-        step += 1; seen += x.numel(); acc.append((ce.item(), float(aux), gn.item(), [int(c.min()) for c in fast.counts]))
+        step += 1; seen += x.numel(); acc.append((ce.item(), aux.item(), gn.item(), [int(c.min()) for c in fast.counts]))
         if a.every_loss: say(step=step, loss=acc[-1][0])
         if step % a.log_every == 0:
             say(step=step, loss=round(float(np.mean([v[0] for v in acc])), 4), aux=round(float(np.mean([v[1] for v in acc])), 4), gn=round(acc[-1][2], 3), lr=round(s, 4),

@@ -29,7 +29,7 @@ def tokens(tmp_path_factory):
 
 def command(tier, run, tokens, *more):
     return [PYTHON, '-m', 'edge0_lab.tiny_train', '--tier', tier, '--run', str(run), '--tokens', str(tokens), '--config', json.dumps(SMALL[tier]), '--no-compile', '--every-loss',
-            '--B', '4', '--T', '32', '--steps', '50', '--decay', '20', '--warmup', '5', '--save-every', '10', '--log-every', '1000', '--eval-every', '0', *more]
+            '--B', '4', '--T', '32', '--steps', '50', '--decay', '20', '--warmup', '5', '--save-every', '10', '--log-every', '1000', '--eval-every', '25', '--eval-rows', '2', *more]
 
 
 def log(run): return [json.loads(l) for l in (run/'log.jsonl').read_text().splitlines()]
@@ -43,6 +43,8 @@ def test_killed_and_resumed_equals_uninterrupted(tier, how, tokens, tmp_path):
     subprocess.run(command(tier, tmp_path/'whole', tokens), env=ENV, check=True, capture_output=True)
     whole = losses(tmp_path/'whole')
     assert sorted(whole) == list(range(1, 51)) and whole[50] < whole[1] - 0.5
+    held = [l for l in log(tmp_path/'whole') if 'heldout' in l]
+    assert [l['step'] for l in held] == [25, 50] and held[1]['heldout']['all'] < held[0]['heldout']['all']
     p = subprocess.Popen(command(tier, tmp_path/'cut', tokens), env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (tmp_path/'cut'/'state.pt').exists() or max(losses(tmp_path/'cut'), default=0) < 13:
         assert p.poll() is None, 'ended before it could be killed'
@@ -101,4 +103,6 @@ def test_export_converts_and_agrees(tier, tokens, tmp_path):
     worst, spread = parity(tmp_path/'out')
     assert worst < 1e-4 < spread
     about = json.loads((tmp_path/'export'/'training.json').read_text())
+    held = 3*2*32*SMALL[tier]['num_experts_per_tok']      # domains x rows x tokens x k: padding is not counted
+    assert all(sum(l) == held for l in about['load'])
     assert about['step'] == 5 and set(about['heldout']) == {'english', 'code', 'task', 'all'}
