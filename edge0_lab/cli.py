@@ -57,19 +57,23 @@ def trace_run(
     print(Trace.load(out))
 
 def train_prerouter(
-    tier:str,        # name in settings.ini
-    k:int=None,      # experts per token; default the tier's
-    windows:int=768, # of training text
-    T:int=256,       # tokens a window
-    heldout:int=64,  # windows of held-out text to judge by
-    out:str=None,    # file; default prerouter_k<k>.safetensors beside the checkpoint
+    tier:str='tiny-softmax', # name in settings.ini
+    k:int=None,       # experts per token; default the tier's
+    windows:int=768,  # of training text
+    T:int=256,        # tokens a window
+    heldout:int=64,   # windows of held-out text to judge by
+    steps:int=None,   # of the optimiser; default as HeadRun has it
+    batch:int=None,   # tokens a step
+    lr:float=None,    # learning rate at its highest
+    out:str=None,     # file; default prerouter_k<k>.safetensors beside the checkpoint
 ):
     "Distil the heads of a tier for one k (phase 1), judge them on held-out text, write them. Resumes. Under mlx.launch: data-parallel."
     import mlx.core as mx
-    from edge0_lab.distill import train_heads
-    group = mx.distributed.init()
-    said = train_heads(tier, k=k, windows=windows, T=T, heldout=heldout, out=out, group=group if group.size() > 1 else None)
-    if group.rank() == 0: print(said)
+    from dataclasses import replace
+    from edge0_lab.distill import HeadRun, train_heads
+    group, given = mx.distributed.init(), {n: v for n, v in dict(steps=steps, batch=batch, lr=lr).items() if v is not None}
+    said = train_heads(tier, k=k, windows=windows, T=T, heldout=heldout, run=replace(HeadRun(), **given), out=out, group=group if group.size() > 1 else None)
+    if group.rank() == 0: _shown(said)
 
 # %% ../nbs/19_cli.ipynb #cell007
 def repack_files(
@@ -137,7 +141,7 @@ def bench_prerouter(
 
 # %% ../nbs/19_cli.ipynb #cell010
 def train_teacher(
-    tier:str,           # tiny-softmax or tiny-sigmoid
+    tier:str='tiny-softmax', # or tiny-sigmoid
     steps:int=3000,     # of 4,096 tokens, counted from the first run
     decay:int=None,     # last steps, in which the learning rate falls; default a quarter
     run:str=None,       # folder of state and log; default in the cache
