@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['train_python', 'train_tiny', 'record_routes', 'save_routes', 'load_share', 'domain_table', 'information',
-           'adjacent_overlap']
+           'neighbour_overlap']
 
 # %% ../nbs/16_tiny.ipynb #cell003
 import json, os, subprocess, sys
@@ -127,7 +127,7 @@ def information(
     return float((joint*np.log2(np.where(joint > 0, joint, 1)/np.where(joint > 0, fair, 1))).sum())
 
 # %% ../nbs/16_tiny.ipynb #cell034
-def adjacent_overlap(
+def neighbour_overlap(
     ids:np.ndarray, # (R, T, L, k) choices
 )->np.ndarray:      # (L,) mean share of a token's set that the previous token used too
     "How much of its expert set a token shares with the one before it."
