@@ -147,6 +147,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'edge0_lab.cache.LruCache.acquire': ('cache.html#lrucache.acquire', 'edge0_lab/cache.py'),
                                  'edge0_lab.cache.LruCache.check': ('cache.html#lrucache.check', 'edge0_lab/cache.py'),
                                  'edge0_lab.cache.LruCache.close': ('cache.html#lrucache.close', 'edge0_lab/cache.py'),
+                                 'edge0_lab.cache.LruCache.drain': ('cache.html#lrucache.drain', 'edge0_lab/cache.py'),
                                  'edge0_lab.cache.LruCache.pin': ('cache.html#lrucache.pin', 'edge0_lab/cache.py'),
                                  'edge0_lab.cache.LruCache.release': ('cache.html#lrucache.release', 'edge0_lab/cache.py'),
                                  'edge0_lab.cache.LruCache.request': ('cache.html#lrucache.request', 'edge0_lab/cache.py'),

@@ -224,6 +224,11 @@ def _forget(self:LruCache, load):
 def _reap(self:LruCache): self._finish([l for l in self.loading.values() if l.done])
 
 @patch
+def drain(self:LruCache):
+    "Wait for every read under way and account for it, so that misses = loads + failed."
+    self._finish(list(self.loading.values()))
+
+@patch
 def wait(
     self:LruCache,
     lease:Lease, # as requested

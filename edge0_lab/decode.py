@@ -380,6 +380,7 @@ def out(self:Stream)->Out:
 @patch
 def _made(self:Stream):
     s, lab, run = self.session, self.lab, self.run
+    for cache in (s.caches.each() if s.caches is not None else ()): cache.drain()   # what was filled for a step that did not come
     decode = s.counters.since(s.at_decode or s.counters.snapshot()).as_dict()      # nothing, if the prompt failed
     counts = dict(decode=decode, prefill={n: v - decode[n] for n, v in s.counters.as_dict().items()})
     memory, tok = lab.memory(), lab.tokenizer if self.detokenizer is not None else None

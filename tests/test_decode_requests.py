@@ -138,3 +138,12 @@ def test_requests_leave_no_memory_behind(lab):
         gc.collect()
         live.append(mx.get_active_memory())
     assert len(set(live[1:])) == 1 or max(live) - min(live) < 4096, live
+
+
+def test_counters_close_when_a_fill_outlives_the_request():
+    "The prediction of the last step fills slots for a step that never comes; its reads are counted all the same."
+    from edge0_lab.decode import Lab, RunConfig
+    with Lab.open('tiny-softmax') as lab:
+        out = lab.generate('The town of', max_tokens=6, run=RunConfig(prerouter=True))
+        c = out.counters['decode']
+        assert c['misses'] == c['loads'] + c['failed'] and c['drops'] == 0
