@@ -5,7 +5,7 @@ BIN = .venv/bin
 SETUP = $(PYTHON) tools/setup.py
 STAMPS = pyproject.toml tools/setup.py
 
-.PHONY: demo test lab pictures docs clean pages
+.PHONY: demo test lab clean
 demo: .make/base
 	$(BIN)/edge0-lab demo
 
@@ -14,12 +14,6 @@ test: .make/base .make/dev .make/train .make/browser
 
 lab: .make/base .make/lab
 	$(BIN)/jupyter lab --notebook-dir=nbs $$(cd nbs && ls 15_dashboard.ipynb index.ipynb 2>/dev/null | head -n 1)
-
-pages: .make/base .make/dev
-	$(BIN)/python tools/page.py all
-
-pictures: .make/base .make/dev .make/browser
-	$(BIN)/python tools/page.py pictures
 
 .make/base .make/dev .make/lab .make/train .make/browser: $(STAMPS)
 	@mkdir -p .make

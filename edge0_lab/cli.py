@@ -59,9 +59,9 @@ def trace_run(
 def train_prerouter(
     tier:str='tiny-softmax', # name in settings.ini
     k:int=None,       # experts per token; default the tier's
-    windows:int=768,  # of training text
+    windows:int=192,  # of training text
     T:int=256,        # tokens a window
-    heldout:int=64,   # windows of held-out text to judge by
+    heldout:int=28,   # windows of held-out text to judge by
     steps:int=None,   # of the optimiser; default as HeadRun has it
     batch:int=None,   # tokens a step
     lr:float=None,    # learning rate at its highest
