@@ -5,6 +5,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from page import flags
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(p for p in (ROOT/'nbs').rglob('*.ipynb') if not any(part.startswith(('.', '_')) for part in p.relative_to(ROOT).parts))
 NAMES = [str(p.relative_to(ROOT)) for p in PAGES]
@@ -21,11 +23,6 @@ def read(page): return nbformat.read(ROOT/page, 4)
 
 
 def outputs(page): return [o for c in read(page).cells for o in c.get('outputs', [])]
-
-
-def flags():
-    import tomllib
-    return tomllib.loads((ROOT/'pyproject.toml').read_text())['tool']['nbdev']['tst_flags']
 
 
 @pytest.mark.case(38)

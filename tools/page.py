@@ -6,14 +6,18 @@
     python tools/page.py run NB               run with outputs saved, clean
     python tools/page.py png NB DIR           every plotly figure of an executed page as PNG
 """
-import os, sys
+import os, sys, tomllib
 from pathlib import Path
 
 import nbformat
 
 ROOT = Path(__file__).resolve().parents[1]
-FLAGS = ['notest', 'slow', 'metal', 'browser']  # cells with these directives are not run, as in pyproject's tst_flags
 KERNEL = dict(display_name='python3', language='python', name='python3')
+
+
+def flags():
+    "Directives of cells that are not run, as nbdev has them."
+    return tomllib.loads((ROOT/'pyproject.toml').read_text())['tool']['nbdev']['tst_flags']
 
 
 def build(script, nb):
@@ -52,7 +56,7 @@ def run(nb):
     nb = (ROOT/nb).resolve()
     part = nb.with_suffix('.ipynb.part')
     part.write_bytes(nb.read_bytes())
-    ok, seconds = run_page(part, skip_flags=FLAGS, save=True, basepath=ROOT)
+    ok, seconds = run_page(part, skip_flags=flags().split(), save=True, basepath=ROOT)
     if not ok:
         part.unlink()
         sys.exit(f'{nb.name}: a cell failed, see above; the page is unchanged')
