@@ -153,17 +153,20 @@ def train_teacher(
     train_tiny(tier, steps=steps, decay=decay, run=run, resume=resume, export=export)
 
 def lab_page(
-    page:str='', # page to open, a file in nbs/; default the dashboard, else the index
+    page:str='',    # page to open, a file in nbs/; default the dashboard, which then runs by itself
+    options:str='', # more options for JupyterLab, for example "--no-browser --port=8899"
 ):
     "JupyterLab on the lab's pages."
-    import subprocess
+    import os, shlex, subprocess
     from edge0_lab.settings import data_path
     nbs = data_path().parent/'nbs'
     if not nbs.is_dir(): raise ValueError(f'lab: no nbs folder beside {data_path()}; the pages come with a clone, not with the wheel')
     names = [page] if page else ['15_dashboard.ipynb', 'index.ipynb']
     found = [n for n in names if (nbs/n).is_file()]
     if not found: raise ValueError(f'page: {page!r} is not in nbs; allowed: {", ".join(sorted(p.name for p in nbs.glob("*.ipynb")))}')
-    return subprocess.call([sys.executable, '-m', 'jupyter', 'lab', f'--notebook-dir={nbs}', found[0]])
+    ours = f"--LabApp.extra_labextensions_path=['{nbs.parent/'tools'/'labextensions'}']"  # runs the dashboard's cell
+    root = ['--allow-root'] if hasattr(os, 'geteuid') and os.geteuid() == 0 else []         # a container's user
+    return subprocess.call([sys.executable, '-m', 'jupyter', 'lab', f'--notebook-dir={nbs}', ours, *root, *shlex.split(options), found[0]])
 
 def self_test(
     words:str='', # words for pytest, for example "-k routing"
