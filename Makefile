@@ -16,13 +16,6 @@ test: .make/base .make/dev .make/train .make/browser
 lab: .make/base .make/lab
 	$(BIN)/edge0-lab lab --options="$(LAB)"
 
-.make/base .make/dev .make/train .make/browser
-	$(BIN)/python tools/check.py
-
-# LAB: more options for JupyterLab, for example LAB="--no-browser --port=8899". A container's root must be allowed by name.
-lab: .make/base .make/lab
-	$(BIN)/jupyter lab --notebook-dir=nbs --LabApp.extra_labextensions_path="['$(CURDIR)/tools']" $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB) $$(cd nbs && ls 15_dashboard.ipynb index.ipynb 2>/dev/null | head -n 1)
-
 .make/base .make/dev .make/lab .make/train .make/browser: $(STAMPS)
 	@mkdir -p .make
 	$(SETUP) $(@F)
