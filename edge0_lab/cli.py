@@ -166,7 +166,7 @@ def lab_page(
     if not found: raise ValueError(f'page: {page!r} is not in nbs; allowed: {", ".join(sorted(p.name for p in nbs.glob("*.ipynb")))}')
     ours = f"--LabApp.extra_labextensions_path=['{nbs.parent/'tools'/'labextensions'}']"  # runs the dashboard's cell
     root = ['--allow-root'] if hasattr(os, 'geteuid') and os.geteuid() == 0 else []         # a container's user
-    return subprocess.call([sys.executable, '-m', 'jupyter', 'lab', f'--notebook-dir={nbs}', ours, *root, *shlex.split(options), found[0]])
+    return subprocess.call([sys.executable, '-m', 'jupyter', 'lab', f'--notebook-dir={nbs}', ours, *root, *shlex.split(options), str(nbs/found[0])])
 
 def self_test(
     words:str='', # words for pytest, for example "-k routing"

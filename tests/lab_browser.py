@@ -1,0 +1,114 @@
+"A real browser on a real JupyterLab: a copy of the project, `make lab` in it, and a page whose every complaint is kept."
+import json, os, re, shutil, signal, socket, subprocess, sys, time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def chromium():
+    "Debian's browser; a test that needs it is skipped with the reason where there is none."
+    for name in ('chromium', 'chromium-browser', 'google-chrome'):
+        if shutil.which(name): return shutil.which(name)
+    pytest.skip('no Chromium on PATH: `make test` installs it where it is root on Debian')
+
+
+def project_copy(folder):
+    "What git tracks, as it is now; data and the environment are links. Nothing a session saves reaches the tree."
+    names = subprocess.run(['git', 'ls-files', '-co', '--exclude-standard'], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    for name in names:
+        if name.startswith('data/') or not (ROOT/name).is_file(): continue
+        (folder/name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT/name, folder/name)
+    (folder/'data').symlink_to(ROOT/'data')
+    (folder/'.venv').symlink_to(sys.prefix)
+    (folder/'.make').mkdir()
+    for stamp in ('base', 'lab'): (folder/'.make'/stamp).touch()
+    return folder
+
+
+def alone(folder):
+    "An environment with a home of its own and no first-start questions."
+    settings = folder/'settings'/'@jupyterlab'/'apputils-extension'
+    settings.mkdir(parents=True)
+    (settings/'notification.jupyterlab-settings').write_text(json.dumps(dict(fetchNews='false', checkForUpdates=False)))
+    cache = os.environ.get('EDGE0_LAB_CACHE') or Path.home()/'.cache'/'edge0_lab'
+    keep = {n: v for n, v in os.environ.items() if n not in ('IN_TEST', 'EDGE0_LAB_DATA') and not n.startswith(('JUPYTER', 'PYTEST'))}
+    return keep | dict(HOME=str(folder), JUPYTER_CONFIG_DIR=str(folder/'config'), JUPYTER_DATA_DIR=str(folder/'share'), JUPYTER_RUNTIME_DIR=str(folder/'run'),
+                       JUPYTERLAB_SETTINGS_DIR=str(folder/'settings'), JUPYTERLAB_WORKSPACES_DIR=str(folder/'workspaces'), EDGE0_LAB_CACHE=str(cache))
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+
+@contextmanager
+def served(cmd, cwd, env, address, wait=90):
+    "Start a server in a process group of its own; give the address it prints (a pattern); end the group."
+    log = Path(cwd)/'server.log'
+    with open(log, 'w') as out: p = subprocess.Popen(cmd, cwd=cwd, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        end = time.monotonic() + wait
+        while not (found := re.search(address, log.read_text())):
+            assert p.poll() is None and time.monotonic() < end, f'{cmd}: no address\n{log.read_text()[-3000:]}'
+            time.sleep(0.2)
+        yield found[0]
+    finally:
+        if p.poll() is None:
+            os.killpg(p.pid, signal.SIGTERM)
+            try: p.wait(15)
+            except subprocess.TimeoutExpired: os.killpg(p.pid, signal.SIGKILL)
+
+
+@contextmanager
+def lab(tmp, env=None):
+    "`make lab` in a copy of the project: the address that its browser would open."
+    (tmp/'home').mkdir(), (tmp/'clone').mkdir()
+    copy, port = project_copy(tmp/'clone'), free_port()
+    options = f'--no-browser --port={port} --IdentityProvider.token= --LabApp.news_url=None --expose-app-in-browser'
+    env = alone(tmp/'home') | dict(EDGE0_LAB_DATA=str(copy/'data')) | (env or {})
+    with served(['make', 'lab', f'LAB={options}'], copy, env, rf'http://(?:127\.0\.0\.1|localhost):{port}/lab\S*') as url: yield url
+
+
+@contextmanager
+def page_at(url, width=1500, height=1300):
+    "A page and the list of what went wrong on it: page errors, failed requests, answers from 400."
+    from playwright.sync_api import sync_playwright
+    wrong = []
+    with sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=chromium(), args=['--no-sandbox', '--disable-gpu'])
+        page = browser.new_page(viewport=dict(width=width, height=height))
+        page.set_default_timeout(60_000)
+        page.on('pageerror', lambda e: wrong.append(f'page error: {e}'))
+        page.on('requestfailed', lambda r: None if 'ERR_ABORTED' in (r.failure or '') else wrong.append(f'{r.failure}: {r.url}'))
+        page.on('response', lambda r: wrong.append(f'{r.status}: {r.url}') if r.status >= 400 else None)
+        page.goto(url)
+        try: yield page, wrong
+        finally: browser.close()
+
+
+NOTEBOOK = 'window.jupyterapp.shell.currentWidget'
+
+
+def notebook_ready(page, name):
+    "The notebook is in front and its kernel answers."
+    page.wait_for_function(f'() => window.jupyterapp && {NOTEBOOK}?.context?.path?.endsWith("{name}") && {NOTEBOOK}.sessionContext?.session?.kernel?.status === "idle"')
+
+
+def open_notebook(page, path):
+    page.evaluate('path => window.jupyterapp.commands.execute("docmanager:open", {path})', path)
+    notebook_ready(page, path)
+
+
+def run_all(page):
+    "Run every cell; what each gave, as the notebook's model has it."
+    page.evaluate('window.jupyterapp.commands.execute("notebook:run-all-cells")')
+    page.wait_for_function(f'() => {NOTEBOOK}.sessionContext.session.kernel.status === "idle" && [...{NOTEBOOK}.content.widgets].every(c => c.model.type !== "code" || !c.model.sharedModel.source.trim() || c.model.executionCount !== null)', timeout=120_000)
+    return page.evaluate(f'() => {NOTEBOOK}.content.model.sharedModel.toJSON().cells')
+
+
+def errors_of(cells): return [o for c in cells for o in c.get('outputs', []) if o['output_type'] == 'error']
