@@ -1,11 +1,11 @@
-# make demo: two tiny models served four ways, and a report.   make test: every check.   make lab: JupyterLab.
+# make demo: two tiny models served four ways, and a report.   make test: every check.   make lab: JupyterLab on the dashboard.
 # Each does its own set-up in .venv (a second run costs nothing); PYTHON=... chooses the interpreter, 3.11 or newer.
 PYTHON ?= python3
 BIN = .venv/bin
 SETUP = $(PYTHON) tools/setup.py
 STAMPS = pyproject.toml tools/setup.py
 
-.PHONY: demo test lab clean
+.PHONY: demo test lab docs pictures clean
 demo: .make/base
 	$(BIN)/edge0-lab demo
 
@@ -15,6 +15,13 @@ test: .make/base .make/dev .make/train .make/browser
 # LAB: more options for JupyterLab, for example LAB="--no-browser --port=8899".
 lab: .make/base .make/lab
 	$(BIN)/edge0-lab lab --options="$(LAB)"
+
+# The site, offline, in _docs; and the pictures that GitHub shows, made anew on purpose.
+docs: .make/base .make/dev
+	$(BIN)/python tools/docs.py
+
+pictures: .make/base .make/dev .make/lab .make/browser
+	$(BIN)/python tools/pictures.py
 
 .make/base .make/dev .make/lab .make/train .make/browser: $(STAMPS)
 	@mkdir -p .make

@@ -47,8 +47,8 @@ def free_port():
 
 
 @contextmanager
-def served(cmd, cwd, env, address, wait=90):
-    "Start a server in a process group of its own; give the address it prints (a pattern); end the group."
+def served(cmd, cwd, env, address, wait=300):
+    "Start a server in a process group of its own; give the address it prints (a pattern with one group); end the group."
     log = Path(cwd)/'server.log'
     with open(log, 'w') as out: p = subprocess.Popen(cmd, cwd=cwd, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     try:
@@ -56,7 +56,7 @@ def served(cmd, cwd, env, address, wait=90):
         while not (found := re.search(address, log.read_text())):
             assert p.poll() is None and time.monotonic() < end, f'{cmd}: no address\n{log.read_text()[-3000:]}'
             time.sleep(0.2)
-        yield found[0]
+        yield found[1]
     finally:
         if p.poll() is None:
             os.killpg(p.pid, signal.SIGTERM)
@@ -69,9 +69,12 @@ def lab(tmp, env=None):
     "`make lab` in a copy of the project: the address that its browser would open."
     (tmp/'home').mkdir(), (tmp/'clone').mkdir()
     copy, port = project_copy(tmp/'clone'), free_port()
-    options = f'--no-browser --port={port} --IdentityProvider.token= --LabApp.news_url=None --expose-app-in-browser'
-    env = alone(tmp/'home') | dict(EDGE0_LAB_DATA=str(copy/'data')) | (env or {})
-    with served(['make', 'lab', f'LAB={options}'], copy, env, rf'http://(?:127\.0\.0\.1|localhost):{port}/lab\S*') as url: yield url
+    show = tmp/'home'/'show'                                       # stands for the desktop's browser: says what it is asked to open
+    show.write_text('#!/bin/sh\necho "OPEN $1"\n')
+    show.chmod(0o755)
+    options = f'--port={port} --IdentityProvider.token= --LabApp.news_url=None --ServerApp.use_redirect_file=False --expose-app-in-browser'
+    env = alone(tmp/'home') | dict(EDGE0_LAB_DATA=str(copy/'data'), BROWSER=str(show)) | (env or {})
+    with served(['make', 'lab', f'LAB={options}'], copy, env, r'OPEN (http\S+)') as url: yield url
 
 
 @contextmanager
@@ -82,7 +85,7 @@ def page_at(url, width=1500, height=1300):
     with sync_playwright() as p:
         browser = p.chromium.launch(executable_path=chromium(), args=['--no-sandbox', '--disable-gpu'])
         page = browser.new_page(viewport=dict(width=width, height=height))
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(200_000)
         page.on('pageerror', lambda e: wrong.append(f'page error: {e}'))
         page.on('requestfailed', lambda r: None if 'ERR_ABORTED' in (r.failure or '') else wrong.append(f'{r.failure}: {r.url}'))
         page.on('response', lambda r: wrong.append(f'{r.status}: {r.url}') if r.status >= 400 else None)
@@ -112,3 +115,18 @@ def run_all(page):
 
 
 def errors_of(cells): return [o for c in cells for o in c.get('outputs', []) if o['output_type'] == 'error']
+
+
+class Panel:
+    "The dashboard as a person has it: labels, buttons, words."
+    def __init__(self, page): self.page, self.top = page, page.locator('.edge0').first
+    def control(self, label): return self.top.locator('.widget-inline-hbox', has=self.page.locator('label', has_text=re.compile(rf'^{label}$')))
+    def type(self, label, text):
+        box = self.control(label).locator('input, textarea')
+        box.fill(text)
+        box.press('Tab')
+    def pick(self, label, text): self.control(label).locator('select').select_option(text)
+    def press(self, label): self.top.get_by_role('button', name=label, exact=True).click()
+    def wait_idle(self): self.page.wait_for_function("() => [...document.querySelectorAll('.edge0 button')].some(b => b.textContent.trim() === 'Run' && !b.disabled)")
+    def tokens(self): return self.top.locator('.edge0-tokens button')
+    def row(self, what): return self.top.locator('tr', has=self.page.locator('td', has_text=re.compile(rf'^{what}$'))).locator('td').all_inner_texts()[1:3]

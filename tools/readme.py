@@ -3,7 +3,7 @@
     python tools/readme.py           write README.md
     python tools/readme.py --check   exit 1 if README.md differs from the page
 """
-import os, sys
+import os, re, sys
 from pathlib import Path
 
 import nbformat
@@ -30,7 +30,8 @@ def cell_md(cell):
 def readme():
     page = nbformat.read(ROOT/'nbs'/'index.ipynb', 4)
     head = '<!-- made from nbs/index.ipynb by tools/readme.py; edit the page -->'
-    return '\n\n'.join([head] + [m for m in map(cell_md, page.cells) if m]) + '\n'
+    text = '\n\n'.join([head] + [m for m in map(cell_md, page.cells) if m]) + '\n'
+    return re.sub(r'\]\((?=(?:images|chapters)/|\d\d\w*\.ipynb)', '](nbs/', text)   # what lies beside the page lies in nbs for the README
 
 
 def main(check=False):
