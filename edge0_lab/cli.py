@@ -19,7 +19,7 @@ def generate(
     decode:str='staged',    # staged, exact, hot, whole-layer, resident
     prefill:str=None,       # whole-layer, hot, exact; default whole-layer
     k:int=None,             # experts per token; default as the tier is served
-    prerouter:str='off',    # off, on, previous, next-gate, same-token, shuffle
+    prerouter:str=None,     # off, on, previous, next-gate, same-token, shuffle; default as RunConfig has it
     cache_slots:str='auto', # bundles kept for least recently used experts, or e.g. "128 MiB"
     kernel:str='auto',      # of the experts: auto, ref, ops, kernel
     temperature:float=0.0,  # 0: the likeliest token
@@ -29,16 +29,13 @@ def generate(
 ):
     "Continue a prompt, experts from disk; the report names path, residency, cache and drops before any speed."
     from edge0_lab.decode import Lab, RunConfig
-    run = RunConfig(decode=decode, prefill=prefill, k=k, prerouter=_switch(prerouter), cache_slots=_slots(cache_slots), kernel=kernel,
-                    temperature=temperature, seed=seed, trace=bool(trace) or not quiet)
+    asked = dict(decode=decode, prefill=prefill, k=k, prerouter=prerouter, cache_slots=cache_slots, kernel=kernel, temperature=temperature, seed=seed, trace=bool(trace) or not quiet)
+    run = RunConfig(**{n: v for n, v in asked.items() if v is not None})
     with Lab.open(tier) as lab, lab.stream(prompt, max_tokens, run) as pieces:
         for piece in pieces: print(piece, end='', flush=True)
         print()
         if not quiet: print(pieces.out.report(), file=sys.stderr)
         if trace: pieces.out.trace.save(trace)
-
-def _switch(word): return {'off': False, 'on': True}.get(word, word)
-def _slots(word): return int(word) if str(word).isdigit() else word
 
 # %% ../nbs/19_cli.ipynb #cell006
 def trace_run(
@@ -48,7 +45,7 @@ def trace_run(
     max_tokens:int=64,      # tokens to generate, at most
     decode:str='staged',    # staged, exact, hot, whole-layer
     k:int=None,             # experts per token; default as the tier is served
-    prerouter:str='off',    # off, on, previous, next-gate, same-token, shuffle
+    prerouter:str=None,     # off, on, previous, next-gate, same-token, shuffle; default as RunConfig has it
     seed:int=0,             # of the sampler
 ):
     "Record what every layer did for every token, and say what is in the file."
@@ -107,11 +104,12 @@ def bench_disk(
     gib:float=2.0, # size of the generated file, at least
     rounds:int=5,  # turns of each way
     batch:int=64,  # experts per turn
+    aged:str=None, # also: nine ranges against one stretch in a checkpoint (directory or tier) that was not read lately
     out:str=None,  # JSON to write
 ):
     "Cold and warm expert loads on a generated file of the 35b tier's experts, made and removed here."
     from edge0_lab.bench.io import bench_io
-    _shown(bench_io(gib=gib, rounds=rounds, batch=batch, out=out))
+    _shown(bench_io(gib=gib, rounds=rounds, batch=batch, aged=aged, out=out))
 
 def bench_modes(
     k:int=8,      # experts per step

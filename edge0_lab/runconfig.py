@@ -36,7 +36,7 @@ class RunConfig:
     decode:str='staged'        # staged, exact, hot, whole-layer, resident (mlx-lm's own model, all in memory)
     prefill:str|None=None      # whole-layer (None: the same), hot, exact; resident with decode='resident'
     k:int|None=None            # experts per token; None: as the tier is served
-    prerouter:object=False     # False, True, 'oracle', 'previous', 'next-gate', 'same-token', 'shuffle', or a predictor
+    prerouter:object=False     # False ('off'), True ('on'), 'oracle', 'previous', 'next-gate', 'same-token', 'shuffle', or a predictor
     lora:str='off'             # low-rank adapter
     cache_slots:int|str='auto' # bundles for least recently used experts, over all layers; or '128 MiB'
     stage_slots:int|str='auto' # bundles for staged sets, over all layers; auto: 2k a layer
@@ -64,9 +64,17 @@ class RunConfig:
         _together(self)
 
 # %% ../nbs/09b_run.ipynb #cell009
+_SWITCH = {'off': False, 'on': True}
+
 def _fill_in(run):
-    "None becomes what settings.ini says."
+    "None becomes what settings.ini says, words of a command line become values."
     lab = lab_defaults()
+    for name in ('prerouter', 'trace'):
+        v = getattr(run, name)
+        if isinstance(v, str) and v in _SWITCH: object.__setattr__(run, name, _SWITCH[v])
+    for name in ('cache_slots', 'stage_slots', 'hot_slots'):
+        v = getattr(run, name)
+        if isinstance(v, str) and v.isascii() and v.isdecimal(): object.__setattr__(run, name, int(v))
     for name in (f.name for f in fields(run) if f.name in lab):
         if getattr(run, name) is None: object.__setattr__(run, name, lab[name])
     if run.prefill is None: object.__setattr__(run, 'prefill', 'resident' if run.decode == 'resident' else 'whole-layer')
