@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import apply_top_p, greedy_sampler
 
 from .executors import Exact, Hot, Staged, WholeLayer
+from .limits import alone, need_memory, size_text
 from .runconfig import RunConfig, decode_paths, slot_plan
 from .slots import Arena, ByLayer, Counters, HotSet, LruCache, Stage
 from .store import Throttle
@@ -117,6 +118,8 @@ class Session:
 
 # %% ../nbs/09c_session.ipynb #cell017
 def _open_whole(self, layers, read):
+    spec, E = max(((self.loaded.store.spec(l), self.loaded.store.E(l)) for l in layers), key=lambda v: v[0].total*v[1])
+    need_memory(2*E*spec.total, 'prefill' if read == 'auto' else 'decode', 'whole-layer', f'two arenas of {E} experts of {size_text(spec.total)}')
     return WholeLayer(self.store, kernel=self.run.kernel, recorder=self.recorder, layers=layers, read=read, fill=self.run.fill, threads=self.run.read_threads, counters=self.counters)
 
 @patch
@@ -125,6 +128,7 @@ def open_slots(self:Session):
     if self.caches is not None or not self.layers: return
     run, rec = self.run, self.recorder
     self.plan = slot_plan(run, {l: self.loaded.store.spec(l) for l in self.layers}, self.k, self.cache_slots)
+    need_memory(sum(p.total*spec.total for spec, p in self.plan.items()), 'cache_slots', run.cache_slots, ', '.join(f'{p.total} slots of {size_text(spec.total)}: stage {p.stage}, hot {p.hot}, cache {p.cache}' for spec, p in self.plan.items()))
     of = {}
     for spec, plan in self.plan.items():
         arena = Arena(spec, plan.total, run.fill, run.fill_thread, run.hold)
@@ -215,7 +219,7 @@ def _observe(self:Session, layer, h, ids, w, logits):
 @patch
 def _fill(self:Session, layer, pred):
     "A prediction has host ids: its reads start now."
-    if self.route_of['decode'][layer] is self.staged: self.stage.fill(layer, pred.host, device=pred.ids)
+    if self.route_of['decode'][layer] is self.staged: self.stage.fill(layer, pred.host.reshape(pred.ids.shape), device=pred.ids)
 
 # %% ../nbs/09c_session.ipynb #cell023
 @patch
@@ -290,6 +294,7 @@ def _rows(self:Session, got):
 
 # %% ../nbs/09c_session.ipynb #cell027
 @patch
+@alone
 def prefill(self:Session,
     tokens, # prompt, at least one token
 ):
@@ -356,6 +361,7 @@ def _alive(self:Session):
 
 # %% ../nbs/09c_session.ipynb #cell031
 @patch
+@alone
 def step(self:Session,
     token:int=None, # the token to read; the last one chosen if None
 )->int:             # the token it chooses
@@ -389,6 +395,7 @@ class Scored(NamedTuple):
     trace:object    # Trace of T positions, or None
 
 @patch
+@alone
 def score(self:Session,
     tokens, # (T,) the text
 )->Scored:
@@ -428,6 +435,7 @@ def trace(self:Session,
                                 position=self.position, slots_of={str(l): p.total for p in self.plan.values() for l in p.layers}, **meta)
 
 @patch
+@alone
 def close(self:Session):
     "Give everything back."
     if self.closed: return

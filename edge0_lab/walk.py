@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from fastcore.basics import patch
 
+from .limits import others_may
 from .session import Session
 
 # %% ../nbs/09d_walk.ipynb #cell005
@@ -91,8 +92,9 @@ class Walk:
         if isinstance(value, mx.array): mx.eval(value)
         top = s.vocab if name == 'token' else s.E if layer is None else s.loaded.store.E(layer) if layer in s.layers else s.E
         at = At('decode' if s.position >= len(s.prompt) - 1 else 'prefill', len(s.tokens) if s.position >= len(s.prompt) - 1 else -1, layer, name, value, top)
-        self._out.put(at)
-        self._go()
+        with others_may():       # it stands at a stop: other labs have their turn
+            self._out.put(at)
+            self._go()
         return at._value if at.changed else value
 
 # %% ../nbs/09d_walk.ipynb #cell009
