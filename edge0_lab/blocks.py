@@ -77,6 +77,7 @@ class MoEBlock(nn.Module):
         self.layer, self.family, self.router, self.k = layer, family, router, router.k
         self.check, self.wants_logits = False, True
         self.path = self.route = self.tap = None
+        self.pick = None            # pick(block, logits, k): another way to the same choice
         self.shared = family.shared # shared(block, x); a resident room may put a faster one here
         self.train(False)
 
@@ -94,7 +95,9 @@ def choose(self:MoEBlock,
     k:int=None,      # experts per token; the block's own k if None
 ):                   # ids (T, k), w (T, k)
     "The layer's own choice on any logits."
-    return self.router(logits, bias=self.family.bias(self), k=self.k if k is None else k, check=self.check, layer=self.layer)
+    k = self.k if k is None else k
+    if self.pick is not None: return self.pick(self, logits, k)
+    return self.router(logits, bias=self.family.bias(self), k=k, check=self.check, layer=self.layer)
 
 # %% ../nbs/08a_blocks.ipynb #cell016
 @patch

@@ -22,6 +22,7 @@ from mlx_lm.utils import _get_classes, infer_quant_config, load_config, load_tok
 
 from .blocks import MoEBlock, StreamedSwitch, check_switch, family_of
 from .int4 import host
+from .onerow import make_onerow
 from .resident import make_resident
 from .routing import Router
 from .store import Checkpoint, CheckpointError, ExpertStore
@@ -221,7 +222,9 @@ def load_model(
         stored = next((a.dtype for n, a in weights.items() if n.endswith('norm.weight')), mx.bfloat16)
         dtype = dtype or (mx.float32 if cpu else stored)
         if kernel not in ('auto', 'kernel', 'ops'): raise ValueError(f'kernel: {kernel!r}; allowed: auto, kernel, ops')
-        if kernel == 'kernel' or (kernel == 'auto' and cpu): make_resident(model, dtype)
+        if kernel == 'kernel' or (kernel == 'auto' and cpu):
+            make_resident(model, dtype)
+            make_onerow(model)
         elif dtype != stored: model.set_dtype(dtype)
         mx.eval(model.parameters())
         blocks = {layer: _at(model, path_) if family else block[name] for layer, (path_, block, name) in taken.items()}

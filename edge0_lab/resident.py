@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MANY', 'MOST', 'rows_of', 'QLinear', 'half_rows', 'HalfLinear', 'QEmbedding', 'HalfEmbedding', 'Owned', 'owned',
-           'join', 'joinable', 'FusedGatedDelta', 'FusedGatedDeltaNext', 'FusedKDA', 'gated_shared_rows',
-           'make_resident']
+           'join', 'joinable', 'JoinedInputs', 'FusedGatedDelta', 'FusedGatedDeltaNext', 'FusedKDA',
+           'gated_shared_rows', 'make_resident']
 
 # %% ../nbs/08b_resident.ipynb #cell002
 import edge0_lab
@@ -20,9 +20,12 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
+from .attach import LoraLinear, layer_class, low_of
 from .int4 import ExpertStack, QTensor, expert_glu_fast, floats, host, plan_linear, qlinear_fast
 from .pool import address, pool
-from .rows import supported
+from .lowrank import silu_rows
+from .rows import Layout, supported
+from .tasks import NARROW, linear_code
 from .vector import LANES, Compiled, Function, at, call, exponential, f32, fma, fold, i32, i64, int_, lanes_of, load, loop, new_module, ptr, silu_times, smaller, splat, vec, widen
 
 # %% ../nbs/08b_resident.ipynb #cell005
@@ -65,8 +68,10 @@ class QLinear(nn.QuantizedLinear):
         y = qlinear_fast(h, p, np.empty((len(h), self['weight'].shape[0]), np.float32) if out is None else out)
         return y + floats(host(self['bias'])) if 'bias' in self else y
 
-    def __call__(self, x):
-        if x.size//x.shape[-1] <= MANY: return _back(self.fast(rows_of(x, x.shape[-1])), x)
+    def __call__(self, x): return _back(self.fast(rows_of(x, x.shape[-1])), x) if x.size//x.shape[-1] <= MANY else self.many(x)
+
+    def many(self, x):
+        "Dequantised a block at a time, multiplied."
         w, s, b = self['weight'], self['scales'], self['biases']
         part = lambda i, j: mx.dequantize(w[i:j], s[i:j].astype(mx.float32), b[i:j].astype(mx.float32), self.group_size, self.bits)
         y = _dense(x.astype(mx.float32), part, w.shape[0]).astype(x.dtype)
@@ -119,23 +124,25 @@ def _compiled(name, emit):
 def half_rows(
     w:np.ndarray, # (R, C) uint16: bf16 bits
     x:np.ndarray, # (T, C) float32
+    y=None,       # (T, R) float32, C order: written
 ):                # (T, R) float32
     "x times the transpose of a bf16 matrix, read as it is."
-    y = np.empty((len(x), len(w)), np.float32)
+    if y is None: y = np.empty((len(x), len(w)), np.float32)
     p, step = pool(), 64
     with p.lock: p.run((_compiled('half', _emit_half)[1], address(w), address(x), address(y), len(x), *w.shape, step), -(-len(w)//step))
     return y
 
 class HalfLinear(nn.Linear):
     "A bf16 layer for float32 activations; the matrix stays bf16."
-    def fast(self, h):
+    def fast(self, h, out=None):
         held = self.__dict__.get('held')
         if held is None or held[0] is not self['weight']: held = self.__dict__['held'] = self['weight'], np.ascontiguousarray(host(self['weight']))
-        y = half_rows(held[1], h)
+        y = half_rows(held[1], h, out)
         return y + floats(host(self['bias'])) if 'bias' in self else y
 
-    def __call__(self, x):
-        if x.size//x.shape[-1] <= 8: return _back(self.fast(rows_of(x, x.shape[-1])), x)
+    def __call__(self, x): return _back(self.fast(rows_of(x, x.shape[-1])), x) if x.size//x.shape[-1] <= 8 else self.many(x)
+
+    def many(self, x):
         y = _dense(x.astype(mx.float32), lambda i, j: self['weight'][i:j].astype(mx.float32), self['weight'].shape[0]).astype(x.dtype)
         return y + self['bias'] if 'bias' in self else y
 
@@ -143,14 +150,14 @@ class HalfLinear(nn.Linear):
 class QEmbedding(nn.QuantizedEmbedding):
     "A quantised table whose rows come out in `out`, and whose transpose is our kernel."
     out = mx.float32
-    ready, fast = QLinear.ready, QLinear.fast
+    ready, fast, many = QLinear.ready, QLinear.fast, QLinear.many
     def __call__(self, x): return mx.dequantize(self['weight'][x], self['scales'][x].astype(self.out), self['biases'][x].astype(self.out), self.group_size, self.bits)
     def as_linear(self, x): return QLinear.__call__(self, x)
 
 class HalfEmbedding(nn.Embedding):
     "A bf16 table whose rows come out in `out`."
     out = mx.float32
-    fast = HalfLinear.fast
+    fast, many = HalfLinear.fast, HalfLinear.many
     def __call__(self, x): return super().__call__(x).astype(self.out)
     def as_linear(self, x): return HalfLinear.__call__(self, x)
 
@@ -160,19 +167,43 @@ def _glu_parts(mlp):
 
 class _FusedGLU:
     "Mixed into a family's MLP class for one instance."
+    def fits(self, rows):
+        "May that many rows go through `fast`?"
+        gate, up, down = parts = _glu_parts(self)
+        return rows <= MANY and all(layer_class(m) is QLinear for m in parts) and (gate.bits, gate.group_size) == (up.bits, up.group_size)
+
     def __call__(self, x):
-        parts = _glu_parts(self)
-        if x.size//x.shape[-1] > MANY or any(type(m) is not QLinear for m in parts): return super().__call__(x)
-        return _back(self.fast(rows_of(x, x.shape[-1])), x)
+        return _back(self.fast(rows_of(x, x.shape[-1])), x) if self.fits(x.size//x.shape[-1]) else super().__call__(x)
 
     def fast(self, h):
         "(T, D) float32 NumPy rows."
         parts = _glu_parts(self)
+        if any(isinstance(m, LoraLinear) for m in parts): return self.adapted(h, *parts)
         held = self.__dict__.get('held')
         if held is None or any(a is not m['weight'] for a, m in zip(held[0], parts)):
             one = [QTensor(m['weight'][None], m['scales'][None], m['biases'][None], m.bits, m.group_size) for m in parts]
             held = self.__dict__['held'] = [m['weight'] for m in parts], ExpertStack(gate=one[0], up=one[1], down=one[2])
         return expert_glu_fast(h, held[1], np.zeros((len(h), 1), np.int32), np.empty((len(h), 1, held[1].D), np.float32))[:, 0]
+
+    def adapted(self, h, gate, up, down):
+        "The same in three pieces, with the thin products between them; the pieces have the fused kernel's bits."
+        hidden = [QLinear.fast(m, h) for m in (gate, up)]
+        low = low_of([gate, up])
+        if low is not None: low.add(h, hidden)
+        h = silu_rows(*hidden)
+        held = self.__dict__.get('held_down')
+        if held is None or held[0] is not down['weight']: held = self.__dict__['held_down'] = down['weight'], _like_down(down)
+        y = qlinear_fast(h, held[1], np.empty((len(h), len(down['weight'])), np.float32))
+        low = low_of([down])
+        if low is not None: low.add(h, [y])
+        return y
+
+def _like_down(m):
+    "The plan of a layer whose rows are summed as an expert's `down` sums them."
+    q = QTensor(m['weight'], m['scales'], m['biases'], m.bits, m.group_size)
+    p = plan_linear(q)
+    p.plan = p.plan._replace(task=linear_code(p.form, Layout(q.bits, q.group_size, q.dtype), NARROW)[1])
+    return p
 
 @functools.cache
 def _fused_glu(cls): return type(f'Fused{cls.__name__}', (_FusedGLU, cls), {})
@@ -300,15 +331,10 @@ class _Joined:
         qlinear_fast(h, self.plan, self.out)
         return self.cuts
 
-def joinable(parts): return all(type(m) is QLinear and 'bias' not in m and (m.bits, m.group_size) == (parts[0].bits, parts[0].group_size) for m in parts)
+def joinable(parts): return all(layer_class(m) is QLinear and 'bias' not in m and (m.bits, m.group_size) == (parts[0].bits, parts[0].group_size) for m in parts)
 
-class _FusedDelta:
-    "One token of linear attention in one task per head; anything else goes the family's way."
-    def fusible(self, x, mask, cache):
-        return (x.shape[:2] == (1, 1) and x.dtype == mx.float32 and mask is None and isinstance(cache, ArraysCache)
-                and cache.lengths is None and cache.left_padding is None and all(type(self[n]) in (QLinear, HalfLinear) for n in self.products)
-                and all(d % LANES == 0 and d <= MOST for d in self.dims[2:]))
-
+class JoinedInputs:
+    "Mixed into attention: `products` names the projections, the output's last."
     def join_inputs(self):
         parts = [self[n] for n in self.products[:-1]]
         if joinable(parts): self.__dict__['joined'] = _Joined(parts)
@@ -316,7 +342,25 @@ class _FusedDelta:
     def inputs(self, h):
         "All input projections of one row, in one call where their layout allows."
         parts, joined = [self[n] for n in self.products[:-1]], self.__dict__.get('joined')
-        return joined(h) if joined is not None and joined.holds(parts) else [m.fast(h) for m in parts]
+        if joined is None or not joined.holds(parts): return [m.fast(h) for m in parts]
+        out, low = joined(h), low_of(parts)
+        if low is not None: low.add(h, out)
+        return out
+
+class _FusedDelta(JoinedInputs):
+    "One token of linear attention in one task per head; anything else goes the family's way."
+    def fusible(self, x, mask, cache):
+        return (x.shape[:2] == (1, 1) and x.dtype == mx.float32 and mask is None and isinstance(cache, ArraysCache)
+                and cache.lengths is None and cache.left_padding is None and all(layer_class(self[n]) in (QLinear, HalfLinear) for n in self.products)
+                and all(d % LANES == 0 and d <= MOST for d in self.dims[2:]))
+
+    def row(self, h, cache):
+        "(1, D) float32 rows."
+        return self[self.products[-1]].fast(self.heads(h, cache))
+
+    def __call__(self, x, mask=None, cache=None):
+        if not self.fusible(x, mask, cache): return super().__call__(x, mask, cache)
+        return _back(self.row(rows_of(x, x.shape[-1]), cache), x)
 
     def constants(self):
         "Small float32 arrays the head task reads, made once, and room for its row."
@@ -361,9 +405,6 @@ class FusedGatedDelta(_FusedDelta, GatedDeltaNet):
     def project(self, x):
         qkv, z, b, a = self.inputs(x)
         return [qkv], z, b, a
-    def __call__(self, inputs, mask=None, cache=None):
-        if not self.fusible(inputs, mask, cache): return super().__call__(inputs, mask, cache)
-        return _back(self.out_proj.fast(self.heads(rows_of(inputs, inputs.shape[-1]), cache)), inputs)
 
 class FusedGatedDeltaNext(FusedGatedDelta, Qwen3NextGatedDeltaNet):
     "Qwen 3 Next's: two projections whose outputs are interleaved by key head."
@@ -375,7 +416,7 @@ class FusedGatedDeltaNext(FusedGatedDelta, Qwen3NextGatedDeltaNet):
         return [flat(m[:, :Dk], m[:, Dk:2*Dk], m[:, 2*Dk:2*Dk + n*Dv])], flat(m[:, 2*Dk + n*Dv:]), flat(ba[:, :n]), flat(ba[:, n:])
     def __call__(self, inputs, mask=None, cache=None):
         if not self.fusible(inputs, mask, cache): return Qwen3NextGatedDeltaNet.__call__(self, inputs, mask, cache)
-        return _back(self.out_proj.fast(self.heads(rows_of(inputs, inputs.shape[-1]), cache)), inputs)
+        return super().__call__(inputs, mask, cache)
 
 class FusedKDA(_FusedDelta, BailingKDA):
     "Ling 3's: three convolutions, a gate per channel."
@@ -392,18 +433,15 @@ class FusedKDA(_FusedDelta, BailingKDA):
     def project(self, x):
         q, k, v, f, b, g = self.inputs(x)
         return [q, k, v], g, b, f
-    def __call__(self, x, mask=None, cache=None):
-        if not self.fusible(x, mask, cache): return super().__call__(x, mask, cache)
-        return _back(self.o_proj.fast(self.heads(rows_of(x, x.shape[-1]), cache)), x)
 
 # %% ../nbs/08b_resident.ipynb #cell031
 def gated_shared_rows(
     block,      # MoEBlock with shared_expert and shared_expert_gate
     x:mx.array, # (T, D)
 ):              # (T, D)
-    "Qwen's gated shared expert for few rows; its own way for many or where an adapter sits."
+    "Qwen's gated shared expert for few rows; its own way for many."
     gate, shared = block.shared_expert_gate, block.shared_expert
-    if len(x) > MANY or type(gate) is not QLinear or any(type(m) is not QLinear for m in _glu_parts(shared)) or not isinstance(shared, _FusedGLU):
+    if layer_class(gate) is not QLinear or not isinstance(shared, _FusedGLU) or not shared.fits(len(x)):
         return block.family.shared(block, x)
     h = rows_of(x, x.shape[-1])
     with np.errstate(over='ignore'): return _back(shared.fast(h)/(1 + np.exp(-gate.fast(h))), x)

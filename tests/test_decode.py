@@ -3,30 +3,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from edge0_lab.decode import Lab, RunConfig
-from edge0_lab.synth import synth_family
+from edge0_lab.decode import RunConfig
 
 PROMPT = [5, 17, 3, 29, 42]
-SIZES = dict(qwen3_5_moe=dict(num_hidden_layers=4, num_experts=16, num_experts_per_tok=3), bailing_moe_v3={})
-
-
-@pytest.fixture(scope='session', params=list(SIZES))
-def folder(request, tmp_path_factory):
-    d = tmp_path_factory.mktemp(request.param)
-    synth_family(request.param, d, **SIZES[request.param])
-    return d
-
-
-@pytest.fixture(scope='session')
-def lab(folder):
-    with Lab.open(folder) as lab: yield lab
-
-
-@pytest.fixture(scope='session')
-def qwen(tmp_path_factory):
-    d = tmp_path_factory.mktemp('qwen')
-    synth_family('qwen3_5_moe', d, **SIZES['qwen3_5_moe'])
-    return d
 
 
 def first_logits(lab, run, prompt=PROMPT, n=1):

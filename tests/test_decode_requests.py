@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from edge0_lab.decode import Lab, RunConfig
-from test_decode import PROMPT, first_logits, folder, lab, qwen  # noqa: F401  fixtures
+from test_decode import PROMPT, first_logits
 
 
 @pytest.mark.case(11)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edge0_lab.decode import RunConfig, Trace, memory_of
-from test_decode import PROMPT, folder, lab  # noqa: F401  fixtures
+from test_decode import PROMPT
 
 
 def test_teacher_forced_is_what_decode_does(lab):

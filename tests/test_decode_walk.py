@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edge0_lab.decode import Lab, NotFinite, RunConfig
-from test_decode import PROMPT, folder, lab, qwen  # noqa: F401  fixtures
+from test_decode import PROMPT
 
 
 @pytest.mark.case(6)
