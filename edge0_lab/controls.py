@@ -65,10 +65,6 @@ def _number(name, text, kind, allowed):
     try: return kind(text)
     except ValueError: _no(name, text, allowed)
 
-def _slots(name, text):
-    text = text.strip()
-    return text if text == 'auto' or ' ' in text else _number(name, text, int, "'auto' or a whole number" + (", or bytes as '128 MiB'" if name == 'cache_slots' else ''))
-
 def _throttle(text):
     text = text.strip()
     if text in ('', 'off'): return None
@@ -88,11 +84,10 @@ def run_of(
     whole = 'a whole number from '
     n = _number('max_tokens', v['max_tokens'], int, whole + '1')
     if n < 1: _no('max_tokens', n, whole + '1')
-    head = v['prerouter']
     run = RunConfig(decode=v['decode'], prefill=None if v['prefill'] == 'auto' else v['prefill'], k=_number('k', v['k'], int, whole + '1, or empty') if v['k'].strip() else None,
-                    prerouter={'off': False, 'on': True}.get(head, head), lora=v['lora'], policy=v['policy'], fill=v['fill'], fill_thread=v['fill_thread'], hold=v['hold'],
+                    prerouter=v['prerouter'], lora=v['lora'], policy=v['policy'], fill=v['fill'], fill_thread=v['fill_thread'], hold=v['hold'],
                     throttle=_throttle(v['throttle']), seed=_number('seed', v['seed'], int, whole + '0'), temperature=_number('temperature', v['temperature'], float, 'a number from 0'),
-                    **{name: _slots(name, v[name]) for name in ('cache_slots', 'stage_slots', 'hot_slots')})
+                    **{name: v[name].strip() for name in ('cache_slots', 'stage_slots', 'hot_slots')})
     return run, n
 
 # %% ../nbs/15a_controls.ipynb #cell013
