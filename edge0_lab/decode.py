@@ -18,6 +18,8 @@ import psutil
 from fastcore.basics import patch
 
 from .int4 import resolve_kernel
+from .limits import alone, mlx_limits
+from .lora import Adapter, find_lora, prepare_lora, read_lora
 from .models import load_model
 from .prerouter import make_predictor
 from .reads import CALLS
@@ -56,7 +58,7 @@ class Lab:
         loaded,    # from load_model
         tier=None, # Tier, where it is one
     ):
-        self.loaded, self.tier, self._stock, self._walk = loaded, tier, None, None
+        self.loaded, self.tier, self._stock, self._walk, self._adapters = loaded, tier, None, None, {}
         text = loaded.config.get('text_config') or loaded.config
         self.context, self.vocab = text.get('max_position_embeddings'), text['vocab_size']
 
@@ -96,11 +98,16 @@ def open(cls:Lab,
     if isinstance(name, str) and name in known:
         t = known[name]
         if not t.checkpoint.is_dir(): raise FileNotFoundError(f'tier {name}: no checkpoint at {t.checkpoint}; put it there, or set {t.checkpoint_env or "checkpoint in settings.ini"} to its directory')
-        return cls(load_model(t.checkpoint, dtype, kernel, trust_remote_code=trust_remote_code), t)
+        return cls(_opened(t.checkpoint, dtype, kernel, trust_remote_code), t)
     path = Path(name)
     if not path.is_dir(): raise ValueError(f'name: {str(name)!r}; allowed: a tier ({", ".join(known)}) or a directory with a checkpoint')
     t = next((t for t in known.values() if t.checkpoint.is_dir() and t.checkpoint.samefile(path)), None)
-    return cls(load_model(path, dtype, kernel, trust_remote_code=trust_remote_code), t)
+    return cls(_opened(path, dtype, kernel, trust_remote_code), t)
+
+@alone
+def _opened(path, dtype, kernel, trust_remote_code):
+    mlx_limits()
+    return load_model(path, dtype, kernel, trust_remote_code=trust_remote_code)
 
 @patch
 def close(self:Lab):
@@ -147,6 +154,7 @@ def can_decode(self:Lab)->bool:
 
 # %% ../nbs/09_decode.ipynb #cell015
 @patch
+@alone
 def _session(self:Lab, run, steps=64, replay=None):
     "A fresh session."
     if self._walk is not None: raise RuntimeError('lab: a walk is under way; close it first')
@@ -159,7 +167,22 @@ def _session(self:Lab, run, steps=64, replay=None):
             k = self.native_k
     p = None if run.prerouter is False else self._predictor(run, k, replay)
     mx.reset_peak_memory()
-    return Session(self.loaded, run, k, self.tier.cache_slots if self.tier else 64, p, stock, steps)
+    return Session(self.loaded, run, k, self.tier.cache_slots if self.tier else 64, p, stock, steps, None if run.lora == 'off' else self._adapter(run, k, stock))
+
+@patch
+def _adapter(self:Lab, run, k, stock):
+    "The run's adapter on the model that will wear it; read once, the last four are kept."
+    a, model = run.adapter, stock or self.loaded.model
+    if not isinstance(a, Adapter):
+        path = find_lora(self.loaded.path, k) if a is None else Path(a)
+        s = path.stat() if path.is_file() else None
+        a = str(path), s and (s.st_mtime_ns, s.st_size, s.st_ino)
+    key = a, run.lora, id(model)
+    if key not in self._adapters:
+        at = prepare_lora(model, a if isinstance(a, Adapter) else read_lora(path), 'requantised' if run.lora == 'merged' else 'unmerged', label='a run')
+        while len(self._adapters) >= 4: self._adapters.pop(next(iter(self._adapters)))
+        self._adapters[key] = at
+    return self._adapters[key]
 
 @patch
 def _predictor(self:Lab, run, k, replay):
@@ -270,7 +293,7 @@ def report(self:Out)->str:
     where = '; '.join(f'{p} in layers {_spans(ls)}' for p, ls in paths.items()) or 'resident, everything in memory'
     slots = '; '.join(f"{p['total']} ({bytes_text(p['bytes'])}) = stage {p['stage']} + hot {p['hot']} + cache {p['cache']}" for p in a['slots']) or 'none'
     lines = [('model', f"{a['model']}, k = {a['k']} of {a['E']}, activations {a['dtype']}, kernel {a['kernel']}"),
-             ('routing', f"prerouter {'off' if r.prerouter is False else 'on' if r.prerouter is True else r.prerouter if isinstance(r.prerouter, str) else type(r.prerouter).__name__}, lora {r.lora}"),
+             ('routing', f"prerouter {'off' if r.prerouter is False else 'on' if r.prerouter is True else r.prerouter if isinstance(r.prerouter, str) else type(r.prerouter).__name__}, lora {a['lora']}"),
              ('path', f'decode {where}; prefill {r.prefill}'),
              ('residency', f'slots {slots}; fill {r.fill}, {r.fill_thread}, {r.hold}'),
              ('cache', _counted(dec)),
@@ -378,6 +401,7 @@ def out(self:Stream)->Out:
 
 # %% ../nbs/09_decode.ipynb #cell025
 @patch
+@alone
 def _made(self:Stream):
     s, lab, run = self.session, self.lab, self.run
     for cache in (s.caches.each() if s.caches is not None else ()): cache.drain()   # what was filled for a step that did not come
@@ -385,11 +409,13 @@ def _made(self:Stream):
     counts = dict(decode=decode, prefill={n: v - decode[n] for n, v in s.counters.as_dict().items()})
     memory, tok = lab.memory(), lab.tokenizer if self.detokenizer is not None else None
     slots = [dict(total=p.total, stage=p.stage, hot=p.hot, cache=p.cache, bytes=p.total*spec.total) for spec, p in s.plan.items()]
-    about = dict(model=lab.loaded.path.name, k=s.k, E=s.E, dtype=str(lab.loaded.dtype).split('.')[-1], kernel=s.exact.kernel if s.caches is not None else 'mlx-lm', paths={int(l): p for l, p in s.wanted.items()}, slots=slots, disk=s.store.label, machine=machine())
+    lora = 'off' if s.adapter is None else f'{run.lora}: {len(s.adapter.applied)} layers, r {s.adapter.adapter.r}'
+    about = dict(model=lab.loaded.path.name, lora=lora, k=s.k, E=s.E, dtype=str(lab.loaded.dtype).split('.')[-1], kernel=s.exact.kernel if s.caches is not None else 'mlx-lm', paths={int(l): p for l, p in s.wanted.items()}, slots=slots, disk=s.store.label, machine=machine())
     tokens, trace = list(s.tokens), None
     if s.recorder is not None:
         read = [s.prompt[-1], *tokens][:len(tokens)]
-        trace = s.trace(memory=memory, finish=self.finish, about=about, counters=counts, text=[tok.decode([t]) for t in read] if tok is not None else None)
+        promised = {str(l): [*lease.place, *lease.missing] for l, row in s.stage.rows.items() for lease, _ in row.queue} if s.stage is not None else {}   # for the step that did not come
+        trace = s.trace(memory=memory, finish=self.finish, about=about, counters=counts, promised=promised, text=[tok.decode([t]) for t in read] if tok is not None else None)
     return Out(''.join(self.text), tokens, trace, self.finish, len(s.prompt), run, counts, memory, dict(prefill_s=s.prefill_s, decode_s=sum(s.step_s), step_s=list(s.step_s)), about)
 
 # %% ../nbs/09_decode.ipynb #cell026

@@ -94,17 +94,20 @@ def _packed(B):
     return np.ascontiguousarray(padded.reshape(n, LANES, r).transpose(0, 2, 1))
 
 class LowRank:
-    "Low-rank changes of layers that read the same row."
+    "Low-rank changes of layers that read the same row; a float32 half makes all float32."
     def __init__(self,
         pairs, # [(A (r, in), B (out, r)) or None, ...] float16 or float32, of one r and in
         scale, # alpha / r
     ):
         have = [p for p in pairs if p is not None]
         if not have: raise ValueError('pairs: none; allowed: at least one')
-        kinds = {(A.dtype, B.dtype, A.shape, B.shape[1]) for A, B in have}
-        if len(kinds) > 1 or have[0][0].dtype not in (np.float16, np.float32) or have[0][0].dtype != have[0][1].dtype: raise ValueError(f'pairs: {sorted(map(str, kinds))}; allowed: one kind, float16 or float32')
+        shapes = {(A.shape, B.shape[1]) for A, B in have}
+        if len(shapes) > 1: raise ValueError(f'pairs: A and rank {sorted(shapes)}; allowed: one shape, all read the same row')
+        dtype = np.float16 if all(a.dtype == np.float16 for p in have for a in p) else np.float32
+        pairs = [p and tuple(np.ascontiguousarray(a, dtype) for a in p) for p in pairs]
+        have = [p for p in pairs if p is not None]
         self.pairs, self.scale, self.r, self.cols = pairs, float(scale), have[0][0].shape[0], have[0][0].shape[1]
-        self.A = np.ascontiguousarray(have[0][0]) if len(have) == 1 else np.concatenate([A for A, _ in have])
+        self.A = have[0][0] if len(have) == 1 else np.concatenate([A for A, _ in have])
         self.t, self.sync, self.held, table, n = np.zeros(len(self.A), np.float32), np.zeros(1, np.int64), [], [], 0
         for i, p in enumerate(pairs):
             if p is None: continue

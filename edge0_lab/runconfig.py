@@ -8,7 +8,9 @@ __all__ = ['DECODE_PATHS', 'PREFILL_PATHS', 'PREROUTERS', 'LORAS', 'POLICIES', '
 
 # %% ../nbs/09b_run.ipynb #cell002
 from dataclasses import dataclass, fields
+from pathlib import Path
 
+from .adapters import Adapter
 from .settings import LAB_ALLOWED, lab_defaults
 from .slots import slots_of
 
@@ -16,7 +18,7 @@ from .slots import slots_of
 DECODE_PATHS = ('staged', 'exact', 'hot', 'whole-layer', 'resident')
 PREFILL_PATHS = ('whole-layer', 'hot', 'exact', 'resident')
 PREROUTERS = (False, True, 'oracle', 'previous', 'next-gate', 'same-token', 'shuffle')
-LORAS = ('off',)  # 'unmerged' and 'merged' join when the room that attaches them exists
+LORAS = ('off', 'unmerged', 'merged')
 POLICIES = ('lru', 'lfu')
 
 def _no(name, value, allowed): raise ValueError(f'{name}: {value!r}; allowed: {allowed}')
@@ -37,7 +39,7 @@ class RunConfig:
     prefill:str|None=None      # whole-layer (None: the same), hot, exact; resident with decode='resident'
     k:int|None=None            # experts per token; None: as the tier is served
     prerouter:object=False     # False ('off'), True ('on'), 'oracle', 'previous', 'next-gate', 'same-token', 'shuffle', or a predictor
-    lora:str='off'             # low-rank adapter
+    lora:str='off'             # off, unmerged (beside the weights), merged (into them, rounded again)
     cache_slots:int|str='auto' # bundles for least recently used experts, over all layers; or '128 MiB'
     stage_slots:int|str='auto' # bundles for staged sets, over all layers; auto: 2k a layer
     hot_slots:int|str='auto'   # bundles per layer that stay with the hot path; auto: k
@@ -50,7 +52,7 @@ class RunConfig:
     paths:dict|None=None       # {layer: decode path} where a layer differs
     throttle:object=None       # (latency in s, bytes per s), or a function store -> store: a simulated disk
     heads:object=None          # file or object; None: the checkpoint's own
-    adapter:object=None        # file or object
+    adapter:object=None        # file or Adapter; None: the checkpoint's own
     trace:bool|str=True        # False, True, or 'logits' to keep router logits too
     seed:int|None=None         # of the sampler
     temperature:float|None=None # 0: the likeliest token
@@ -85,6 +87,7 @@ def _each_value(run):
     if run.k is not None: _count('k', run.k, 1)
     if not _has(run.prerouter, 'begin', 'routing', 'observe'): _one_of('prerouter', run.prerouter, PREROUTERS)
     _one_of('lora', run.lora, LORAS)
+    if run.adapter is not None and not isinstance(run.adapter, (str, Path, Adapter)): _no('adapter', run.adapter, 'a lora_*.safetensors file, or an Adapter')
     for name, low in (('cache_slots', 0), ('stage_slots', 1), ('hot_slots', 1)):
         v = getattr(run, name)
         if isinstance(v, str):

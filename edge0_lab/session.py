@@ -16,6 +16,7 @@ from fastcore.basics import patch
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import apply_top_p, greedy_sampler
 
+from .attach import wear_lora
 from .executors import Exact, Hot, Staged, WholeLayer
 from .limits import alone, need_memory, size_text
 from .runconfig import RunConfig, decode_paths, slot_plan
@@ -88,8 +89,9 @@ class Session:
         predictor=None,  # see `prerouter`; None: routing is the gate's
         stock=None,      # mlx-lm's own model, for decode='resident'
         steps:int=64,    # decode steps expected, for the recorder
+        adapter=None,    # Attached that this request wears, from `prepare_lora`
     ):
-        self.loaded, self.run, self.predictor, self.stock, self.watch = loaded, run, predictor, stock, None
+        self.loaded, self.run, self.predictor, self.stock, self.watch, self.adapter = loaded, run, predictor, stock, None, adapter
         self.blocks = {} if stock else loaded.blocks
         self.layers = tuple(self.blocks)
         self.k, self.E = self._experts(run.k or k)
@@ -334,6 +336,7 @@ def _chunk(self:Session, tokens):
 @patch
 def _forward(self:Session, tokens, logits):
     "One pass of the model: hidden rows (None), or logits of the last token or of all."
+    wear_lora(self.stock or self.loaded.model, self.adapter)
     if self.stock is None: return self.loaded.step(tokens, self.kv, logits)
     out = self.stock(mx.array(tokens)[None], cache=self.kv)[0]
     return out[-1:] if logits == 'last' else out
@@ -442,6 +445,7 @@ def close(self:Session):
     self.closed = True
     serving = getattr(self.loaded, 'serving', None)
     if serving is not None and serving[0] is self: _uninstall(self.loaded)
+    if self.adapter is not None: self.adapter.off()
     if self.stage is not None: self.stage.reset()
     for path in (self.whole, self.decode_whole):
         if path is not None: path.free()

@@ -70,7 +70,7 @@ class _Ranges:
 # %% ../nbs/02d_tasks.ipynb #cell009
 LINEAR = 'task weight scales biases x prepared y T rows cols rows_task blocks xbytes sync'.split()
 
-def emit_linear(m, form, layout):
+def emit_linear(m, form, layout, R=WIDE):
     "linear_task(args, i): tasks 0..T-1 prepare a token each, then rows_task rows each, for all tokens."
     prepare, ranges = emit_prepare(m, 'prepare', form, layout), _Ranges(m, form)
     fn = Function(m, 'linear_task', [ptr(), int_(64)], public=True)
@@ -86,7 +86,7 @@ def emit_linear(m, form, layout):
     r1 = smaller(b, b.add(r0, rows_task), rows)
     _wait(fn, sync, b.trunc(T, int_(32)))
     parts, token = a.ptrs('weight scales biases'), lambda t: at(b, prepared, b.mul(t, xbytes))
-    _emit_outputs(fn, ranges, layout, WIDE, parts, cols, r0, r1, tile, i64(0), T, token, lambda t: _float(b, y, b.mul(t, rows)))
+    _emit_outputs(fn, ranges, layout, R, parts, cols, r0, r1, tile, i64(0), T, token, lambda t: _float(b, y, b.mul(t, rows)))
     return fn.done()
 
 def _emit_outputs(fn, ranges, layout, R, parts, cols, r0, r1, tile, t0, t1, token, dest):
@@ -177,12 +177,13 @@ def _emit_down(fn, a, ranges, down, tile, s, blk):
 # %% ../nbs/02d_tasks.ipynb #cell015
 @functools.cache
 def linear_code(
-    form:Form, layout:Layout
-):             # (Compiled, address)
+    form:Form, layout:Layout,
+    R:int=WIDE, # rows at once; NARROW gives the bits of an expert's `down`
+):              # (Compiled, address)
     "Compiled `linear_task`."
     use_symbol('sched_yield')
     m = new_module(f'linear_{form.kind}_{layout.bits}bit')
-    emit_linear(m, form, layout)
+    emit_linear(m, form, layout, R)
     code = Compiled(m)
     return code, code.address('linear_task')
 
