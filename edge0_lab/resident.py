@@ -447,7 +447,6 @@ def gated_shared_rows(
     with np.errstate(over='ignore'): return _back(shared.fast(h)/(1 + np.exp(-gate.fast(h))), x)
 
 # %% ../nbs/08b_resident.ipynb #cell033
-_BIG = 2**20       # bytes from which a bf16 matrix stays bf16
 _DELTAS = {GatedDeltaNet: FusedGatedDelta, Qwen3NextGatedDeltaNet: FusedGatedDeltaNext, BailingKDA: FusedKDA}
 
 def make_resident(
@@ -458,7 +457,7 @@ def make_resident(
     keep = set()
     for path, m in model.named_modules():
         if type(m) in (nn.QuantizedLinear, nn.QuantizedEmbedding) and _affine(m): m.__class__ = QLinear if isinstance(m, nn.QuantizedLinear) else QEmbedding
-        elif type(m) in (nn.Linear, nn.Embedding) and m.weight.dtype == mx.bfloat16 and (m.weight.nbytes >= _BIG or type(m) is nn.Embedding):
+        elif type(m) in (nn.Linear, nn.Embedding) and m.weight.dtype == mx.bfloat16:
             m.__class__ = HalfLinear if type(m) is nn.Linear else HalfEmbedding
         if isinstance(m, (QEmbedding, HalfEmbedding)): m.out = dtype
         if isinstance(m, (QLinear, HalfLinear, QEmbedding, HalfEmbedding)): keep.add(path)
