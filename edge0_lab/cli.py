@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'generate', 'trace_run', 'train_prerouter', 'repack_files', 'synth_files', 'bench_disk', 'bench_modes',
-           'bench_resident', 'bench_prerouter', 'train_teacher', 'lab_page', 'self_test', 'find_command', 'main']
+           'bench_resident', 'bench_full', 'bench_thread', 'bench_prerouter', 'train_teacher', 'lab_page', 'self_test',
+           'find_command', 'main']
 
 # %% ../nbs/19_cli.ipynb #cell002
 import importlib, json, sys
@@ -129,6 +130,31 @@ def bench_resident(
     from edge0_lab.bench.models import bench_models
     _shown(bench_models(dir, rounds=rounds, out=out))
 
+def bench_full(
+    checkpoint:str, # all 40 layers, made by `edge0-lab synth edge0-35b`
+    few:str=None,   # the same with 8 layers, which stock mlx-lm can hold in float32
+    k:int=4,        # experts per token
+    parts:str='full,stock,trace,tight', # which of them
+    steps:int=24,   # tokens a run
+    rounds:int=3,   # turns beside mlx-lm
+    limit_gib:float=8, # memory and page cache of the tight part
+    out:str=None,   # JSON to write, or to go on with
+):
+    "Decode at full scale: speed, memory, stock mlx-lm beside it, the cost of a trace, a tight machine."
+    from edge0_lab.bench.decode import bench_decode
+    _shown(bench_decode(checkpoint, few, k, parts, steps, rounds, limit_gib, out=out))
+
+def bench_thread(
+    checkpoint:str, # made by `edge0-lab synth edge0-35b`
+    k:int=4,        # experts per token
+    rounds:int=3,   # turns of each attempt
+    steps:int=6,    # steps a turn
+    out:str=None,   # JSON to write
+):
+    "The floor of a decode step: the main thread's time outside products and reads, split, beside mlx-lm's own modules."
+    from edge0_lab.bench.floor import bench_floor
+    _shown(bench_floor(checkpoint, k, rounds, steps, out))
+
 def bench_prerouter(
     rounds:int=15, # turns of each way
     out:str=None,  # JSON to write
@@ -183,7 +209,7 @@ COMMANDS = {
     'repack': 'cli:repack_files',
     'synth': 'cli:synth_files',
     'train': {'tiny': 'cli:train_teacher', 'heads': 'cli:train_prerouter'},
-    'bench': {'kernels': 'bench.kernels:bench_kernels', 'io': 'cli:bench_disk', 'fill': 'cli:bench_modes', 'heads': 'cli:bench_prerouter', 'models': 'cli:bench_resident'},
+    'bench': {'kernels': 'bench.kernels:bench_kernels', 'io': 'cli:bench_disk', 'fill': 'cli:bench_modes', 'heads': 'cli:bench_prerouter', 'models': 'cli:bench_resident', 'decode': 'cli:bench_full', 'floor': 'cli:bench_thread'},
     'lab': 'cli:lab_page',
     'test': 'cli:self_test',
 }

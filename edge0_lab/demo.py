@@ -33,8 +33,8 @@ def demo_runs(
     k:int=None, # experts per token
 )->dict:        # name -> RunConfig
     "The four paths, each in prefill and decode, and mlx-lm's own model."
-    return {'staged': RunConfig(decode='staged', prefill='whole-layer', k=k), 'exact': RunConfig(decode='exact', prefill='exact', k=k), 'hot': RunConfig(decode='hot', prefill='hot', k=k),
-            'whole-layer': RunConfig(decode='whole-layer', prefill='whole-layer', k=k), 'resident': RunConfig(decode='resident', k=k)}
+    ways = dict(staged='whole-layer', exact='exact', hot='hot', **{'whole-layer': 'whole-layer'}, resident='resident')
+    return {decode: RunConfig(decode=decode, prefill=prefill, k=k, prerouter=False) for decode, prefill in ways.items()}
 
 # %% ../nbs/18a_demo.ipynb #cell009
 def served(
