@@ -414,7 +414,7 @@ def _made(self:Stream):
     tokens, trace = list(s.tokens), None
     if s.recorder is not None:
         read = [s.prompt[-1], *tokens][:len(tokens)]
-        promised = {str(l): [*lease.place, *lease.missing] for l, row in s.stage.rows.items() for lease, _ in row.queue} if s.stage is not None else {}   # for the step that did not come
+        promised = {str(l): [*p[0].place, *p[0].missing] for l, row in s.stage.rows.items() for p in row.queue} if s.stage is not None else {}   # for the step that did not come
         trace = s.trace(memory=memory, finish=self.finish, about=about, counters=counts, promised=promised, text=[tok.decode([t]) for t in read] if tok is not None else None)
     return Out(''.join(self.text), tokens, trace, self.finish, len(s.prompt), run, counts, memory, dict(prefill_s=s.prefill_s, decode_s=sum(s.step_s), step_s=list(s.step_s)), about)
 
