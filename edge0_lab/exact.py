@@ -12,7 +12,7 @@ import edge0_lab
 import mlx.core as mx
 import numpy as np
 
-from .int4 import _fused, expert_glu, expert_glu_fast, expert_glu_ops, resolve_kernel
+from .int4 import expert_glu, expert_glu_fast, expert_glu_ops, resolve_kernel
 from .slots import ByLayer, distinct
 
 # %% ../nbs/05a_exact.ipynb #cell007
@@ -41,7 +41,7 @@ def compute(
 )->mx.array:     # (T, k, D)
     "`expert_glu` with nothing checked, MLX in and out."
     if kernel == 'ops': return expert_glu_ops(x, stack, slots)
-    if kernel == 'ref' or not _compiled(stack): return mx.array(np.asarray(expert_glu(x, stack, mx.array(slots), kernel)))
+    if kernel == 'ref' or not stack.fused: return mx.array(np.asarray(expert_glu(x, stack, mx.array(slots), kernel)))
     rows = np.array(x if x.dtype == mx.float32 else x.astype(mx.float32), copy=False)
     y = np.empty((*slots.shape, stack.D), np.float32)
     expert_glu_fast(np.ascontiguousarray(rows), stack, slots, y)
@@ -53,15 +53,11 @@ def check_call(
     x,         # (T, D)
     ids,       # (T, k)
     D:int,     # width of the layer's experts
-):
+)->int:        # T
     "Refuse shapes that the kernels, which check nothing, would read past."
-    if x.ndim != 2 or ids.ndim != 2 or x.shape[0] != ids.shape[0] or x.shape[1] != D:
-        raise ValueError(f'x, ids: shapes {tuple(x.shape)} and {tuple(ids.shape)} in layer {layer}; allowed: (T, {D}) and (T, k) with one T')
-
-def _compiled(stack):
-    "Has the compiled kernel a form for this stack? Decided once."
-    if '_has_form' not in stack.__dict__: stack._has_form = _fused(stack)
-    return stack._has_form
+    a, b = x.shape, ids.shape
+    if len(a) != 2 or len(b) != 2 or a[0] != b[0] or a[1] != D: raise ValueError(f'x, ids: shapes {tuple(a)} and {tuple(b)} in layer {layer}; allowed: (T, {D}) and (T, k) with one T')
+    return b[0]
 
 # %% ../nbs/05a_exact.ipynb #cell010
 class Path:

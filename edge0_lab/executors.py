@@ -36,8 +36,7 @@ class Staged(Exact):
         ids:mx.array, # (T, k)
     )->mx.array:      # (T, k, D)
         stage, cache, rows = self.stage, self.caches[layer], None
-        check_call(layer, x, ids, cache.arena.spec.D)
-        if not len(ids): return self._serve(cache, layer, x, host_ids(ids))
+        if not check_call(layer, x, ids, cache.arena.spec.D): return self._serve(cache, layer, x, host_ids(ids))
         if not self.lazy: rows = host_ids(ids)
         lease, device = stage.take(layer, ids, rows)
         if lease is None and layer not in self.predicted:
@@ -62,12 +61,14 @@ class Staged(Exact):
 
     def _lookup(self, layer, ids, lease, device, place):
         "Slots on the device, and where there is none (None: the promise was for this very array)."
-        table = self.stage.table(lease, place, self.caches[layer].store.E(layer))
-        if device is ids:
-            if lease.nodes is None or lease.nodes[0] is not ids: lease.nodes = ids, table[ids]
-            return lease.nodes[1], None
-        found = table[ids]
-        return mx.maximum(found, 0), found < 0
+        if device is not ids:
+            found = self.stage.table(lease, place, self.caches[layer].store.E(layer))[ids]
+            return mx.maximum(found, 0), found < 0
+        if lease.nodes is None or lease.nodes[0] is not ids:
+            if lease.order is not None: slots = mx.array([[place[e] for e in row] for row in lease.order], dtype=mx.uint32)
+            else: slots = self.stage.table(lease, place, self.caches[layer].store.E(layer))[ids]
+            lease.nodes = ids, slots
+        return lease.nodes[1], None
 
 # %% ../nbs/05_executors.ipynb #cell015
 class Hot(Exact):

@@ -6,14 +6,14 @@
 __all__ = ['FORMAT_VERSION', 'write_arrays', 'write_heads', 'read_heads', 'find_heads']
 
 # %% ../nbs/06b_headfiles.ipynb #cell003
-import json, os, re, struct
+import json, re
 from pathlib import Path
 
 import numpy as np
 
 from .heads import PARTS_OF_A_HEAD, Heads
 from .routing import Router
-from .store import Checkpoint, CheckpointError
+from .store import Checkpoint, CheckpointError, write_stream
 
 # %% ../nbs/06b_headfiles.ipynb #cell008
 _KIND = {np.dtype(np.float16): 'F16', np.dtype(np.float32): 'F32'}
@@ -26,20 +26,10 @@ def write_arrays(
 )->Path:
     "A safetensors file as the release writes its small ones; the same arrays give the same bytes."
     if metadata not in ('nested', 'flat'): raise ValueError(f"metadata: {metadata!r}; allowed: nested, flat")
-    header, at, arrays = {'__metadata__': {'__metadata__': json.dumps(about)} if metadata == 'nested' else about}, 0, {n: np.ascontiguousarray(a) for n, a in arrays.items()}
     for name, a in arrays.items():
         if a.dtype not in _KIND: raise ValueError(f'{name}: {a.dtype}; allowed: float16, float32')
-        header[name] = dict(dtype=_KIND[a.dtype], shape=list(a.shape), data_offsets=[at, at + a.nbytes])
-        at += a.nbytes
-    text = json.dumps(header, separators=(',', ':')).encode()
-    text += b' '*(-len(text) % 8)
-    path = Path(path)
-    part = path.with_name(path.name + '.part')
-    with open(part, 'wb') as f:
-        f.write(struct.pack('<Q', len(text)) + text)
-        for a in arrays.values(): f.write(memoryview(a).cast('B'))
-    os.replace(part, path)
-    return path
+    write_stream(path, [(n, _KIND[a.dtype], a.shape) for n, a in arrays.items()], lambda name: (arrays[name],), {'__metadata__': json.dumps(about)} if metadata == 'nested' else about, align=8)
+    return Path(path)
 
 # %% ../nbs/06b_headfiles.ipynb #cell009
 _SPELLING = dict(layers='layers.{}.{}.weight', mlp='layers.{}.mlp.prerouter.{}.weight')

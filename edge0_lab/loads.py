@@ -38,7 +38,7 @@ class Readers:
         cold:bool=False,   # ask how much was not in the page cache before each read
     ):
         if threads < 1: raise ValueError(f'threads: {threads} is impossible; at least 1')
-        self.store, self.threads, self.cold, self.queue, self.crew = store, threads, cold, queue.SimpleQueue(), []
+        self.store, self.threads, self.cold, self.queue, self.crew, self.closed = store, threads, cold, queue.SimpleQueue(), [], False
 
     def run(self, load):
         "Read one expert here and now."
@@ -63,14 +63,20 @@ class Readers:
         self.queue.put(load)
 
     def _start(self):
+        if self.closed: raise RuntimeError('readers are closed; allowed: loads before close()')
         self.crew = [threading.Thread(target=_serve, args=(self.queue, self.run), name=f'edge0-fill-{i}', daemon=True) for i in range(self.threads)]
         for t in self.crew: t.start()
 
-    def close(self):
-        "Finish what is queued and end the threads."
+    def rest(self):
+        "Finish what is queued and end the threads; the next load starts them again."
         for _ in self.crew: self.queue.put(None)
         for t in self.crew: t.join()
         self.crew = []
+
+    def close(self):
+        "Finish what is queued and end the threads for good."
+        self.rest()
+        self.closed = True
 
 def _serve(jobs, run):
     while (load := jobs.get()) is not None: run(load)

@@ -4,17 +4,19 @@
 
 # %% auto #0
 __all__ = ['HotSet', 'open_caches', 'FILL_THREADS', 'FILLS', 'HOLDS', 'Arena', 'shared_view', 'Lease', 'Lfu', 'LruCache',
-           'slots_of', 'Counters', 'Load', 'ReadError', 'Readers', 'ByLayer', 'Stage', 'distinct']
+           'SlotTable', 'slots_of', 'Counters', 'Load', 'ReadError', 'Readers', 'ByLayer', 'Stage', 'distinct']
 
 # %% ../nbs/04_slots.ipynb #cell002
+import functools
 from collections import OrderedDict, defaultdict
 
 from .arena import FILL_THREADS, FILLS, HOLDS, Arena, shared_view
-from .cache import Lease, Lfu, LruCache, slots_of
+from .cache import LruCache
 from .loads import Counters, Load, ReadError, Readers
 from .stage import ByLayer, Stage, distinct
+from .table import Lease, Lfu, SlotTable, slots_of
 
-_all_ = ['FILL_THREADS', 'FILLS', 'HOLDS', 'Arena', 'shared_view', 'Lease', 'Lfu', 'LruCache', 'slots_of', 'Counters', 'Load', 'ReadError', 'Readers', 'ByLayer', 'Stage', 'distinct']
+_all_ = ['FILL_THREADS', 'FILLS', 'HOLDS', 'Arena', 'shared_view', 'Lease', 'Lfu', 'LruCache', 'SlotTable', 'slots_of', 'Counters', 'Load', 'ReadError', 'Readers', 'ByLayer', 'Stage', 'distinct']
 
 # %% ../nbs/04_slots.ipynb #cell007
 class HotSet:
@@ -31,7 +33,7 @@ class HotSet:
         if not 0 < decay < 1: raise ValueError(f'decay: {decay!r} is impossible; between 0 and 1')
         self.caches, self.per_layer, self.policy, self.decay = ByLayer(caches), per_layer, policy, decay
         self.hot, self.count, self.hits, self.misses = defaultdict(OrderedDict), defaultdict(dict), 0, 0
-        for cache in self.caches.each(): cache.shedders.append(self._shed)
+        for cache in self.caches.each(): cache.shedders.append(functools.partial(self._shed, cache))
 
     def observe(
         self,
@@ -59,9 +61,9 @@ class HotSet:
 
     def _cool(self, layer, e): self.caches[layer]._drop(self.hot[layer].pop(e))
 
-    def _shed(self, force):
-        "Under pressure the layer with most hot experts gives up its coldest."
-        layer = max(self.hot, key=lambda l: len(self.hot[l]), default=None)
+    def _shed(self, cache, force):
+        "Under pressure the cache's layer with most hot experts gives up its coldest."
+        layer = max((l for l in self.hot if self.caches[l] is cache), key=lambda l: len(self.hot[l]), default=None)
         if not force or layer is None or not self.hot[layer]: return False
         self._cool(layer, next(iter(self.hot[layer])))
         return True

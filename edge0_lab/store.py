@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Throttle', 'Checkpoint', 'Entry', 'ExpertSpec', 'ExpertStore', 'Span', 'flat_rows', 'CheckpointError',
-           'platform_calls', 'repack', 'synth_experts', 'write_stream']
+           'platform_calls', 'repack', 'synth_experts', 'write_json', 'write_stream']
 
 # %% ../nbs/03_store.ipynb #cell002
 import threading, time
@@ -13,9 +13,10 @@ from .checkpoint import Checkpoint, Entry
 from .experts import ExpertStore, Span
 from .layouts import ExpertSpec, flat_rows
 from .reads import CheckpointError, platform_calls
-from .repack import repack, synth_experts, write_stream
+from .repack import repack, synth_experts
+from .writer import write_json, write_stream
 
-_all_ = ['Checkpoint', 'Entry', 'ExpertSpec', 'ExpertStore', 'Span', 'flat_rows', 'CheckpointError', 'platform_calls', 'repack', 'synth_experts', 'write_stream']
+_all_ = ['Checkpoint', 'Entry', 'ExpertSpec', 'ExpertStore', 'Span', 'flat_rows', 'CheckpointError', 'platform_calls', 'repack', 'synth_experts', 'write_json', 'write_stream']
 
 # %% ../nbs/03_store.ipynb #cell016
 class Throttle:

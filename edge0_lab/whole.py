@@ -206,4 +206,4 @@ def free(self:WholeLayer):
     self.ahead = None
     for half in self._each(): half.arena.close()
     self.halves = {}
-    self.readers.close()
+    self.readers.rest()

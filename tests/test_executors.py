@@ -397,3 +397,45 @@ def test_a_call_of_the_wrong_shape_is_refused(tmp_path, shape, ids):
         for path in (Exact(caches), Staged(Stage(caches)), Hot(HotSet(caches, 2)), WholeLayer(store)):
             with pytest.raises(ValueError, match=r'x, ids: shapes'): path(store.layers[0], mx.zeros(shape), mx.zeros(ids, dtype=mx.int32))
         for cache in caches.each(): cache.close()
+
+# ---- what was attacked in session 2
+
+@pytest.mark.parametrize('kernel', ['kernel', 'ops'])
+def test_one_dimensional_ids_are_refused_by_every_path(store, kernel):
+    cache, x = cache_of(store, 12), states(np.random.default_rng(0), 1)
+    stage = Stage(cache)
+    for path in (Exact(cache, kernel), Staged(stage, kernel), Hot(HotSet(cache, 2), kernel), WholeLayer(store, kernel=kernel)):
+        with pytest.raises(ValueError, match=r'x, ids: shapes \(1, 64\) and \(2,\) in layer 0; allowed'): path(0, x, mx.array([1, 2]))
+        with pytest.raises(ValueError, match='x, ids: shapes'): path(0, x[0], mx.array([[1, 2]]))
+    flat = mx.array([1, 2])
+    stage.fill(0, [1, 2], device=flat)          # a promise with flat ids is kept, and useless to a path
+    with pytest.raises(ValueError, match='x, ids: shapes'): Staged(stage, kernel)(0, x, flat)
+
+def test_promises_in_the_order_of_their_array_need_no_table(store, truth):
+    # one set, promised in two orders: each call gets its own places; host ids in another shape go through the table
+    cache = cache_of(store, 16)
+    path, rng = Staged(Stage(cache), 'ops', predicted=range(L)), np.random.default_rng(3)
+    x = states(rng, 1)
+    for rows in ([[3, 5, 1]], [[1, 3, 5]], [[5, 1, 3]]):
+        for host in (rows, np.array(rows), rows[0][::-1], np.array(rows)[0]):
+            ids = mx.array(rows)
+            path.stage.fill(0, host, device=ids)
+            assert same(path(0, x, ids), truth('ops')(0, x, ids))
+    assert cache.counters.loads == 3 and cache.counters.fallbacks == 0
+    many, xs = choice(rng, 4, 3), states(rng, 4)
+    path.stage.fill(1, many.tolist(), device=many)
+    assert same(path(1, xs, many), truth('ops')(1, xs, many))
+    first, then = mx.array([[2, 4]]), mx.array([[4, 2]])
+    path.stage.fill(2, [[2, 4]], device=first)
+    path.stage.fill(2, [[4, 2]], device=then)   # the same lease, promised twice in two orders
+    for ids in (first, then): assert same(path(2, x, ids), truth('ops')(2, x, ids))
+    cache.close()
+
+def test_paths_used_after_close_say_so(store):
+    cache, x, ids = cache_of(store, 12), states(np.random.default_rng(0), 1), mx.array([[1, 2]])
+    paths = [Exact(cache), Staged(Stage(cache)), Hot(HotSet(cache, 2))]
+    for path in paths: path(0, x, ids)
+    cache.close()
+    for path in paths:
+        with pytest.raises(RuntimeError, match='closed'): path(0, x, ids)
+        with pytest.raises(RuntimeError, match='closed'): path(1, x, ids)

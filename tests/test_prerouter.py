@@ -470,7 +470,7 @@ def test_cut_and_mutilated_files_are_refused(tmp_path):
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     a = write_heads(tmp_path/'a.safetensors', some_heads((3, 4)))
     raw = a.read_bytes()
-    import edge0_lab.headfiles as module
+    import edge0_lab.writer as module
     monkeypatch.setattr(module.os, 'replace', lambda *_: (_ for _ in ()).throw(OSError('disk full')))
     with pytest.raises(OSError): write_heads(a, some_heads((3, 4), seed=1))
     monkeypatch.undo()

@@ -422,3 +422,85 @@ def test_an_expert_said_twice_has_one_slot(store):
         cache.release(lease)
         cache.check()
     cache.close()
+
+# ---- what was attacked in session 2
+
+def test_pins_survive_lfu_and_come_back(store, first_bytes):
+    rng, cache = np.random.default_rng(0), cache_of(store, 5, policy='lfu')
+    cache.pin(0, 1); cache.pin(2, 3); cache.pin(2, 3)
+    for _ in range(120):
+        layer = int(rng.integers(L))
+        cache.release(cache.acquire(layer, rng.permutation(E)[:int(rng.integers(1, 4))].tolist()))
+        for key in ((0, 1), (2, 3)): assert holds(cache, cache.resident(*key)) == first_bytes[key]
+        cache.check()
+    cache.unpin(0, 1); cache.unpin(2, 3)
+    with pytest.raises(ValueError, match='expert: 1 of layer 0 is not pinned'): cache.unpin(0, 1)
+    for _ in range(6): cache.release(cache.acquire(1, [int(e) for e in rng.permutation(E)[:5]]))
+    assert cache.resident(0, 1) is None and cache.resident(2, 3) is None
+    for e in range(5): cache.pin(1, e)
+    with pytest.raises(ValueError, match='do not fit; room for 0 of 5'): cache.acquire(0, [0])
+    cache.close()
+
+def test_least_frequently_used_against_the_obvious_model(store):
+    rng, S, cache = np.random.default_rng(1), 6, cache_of(store, 6, policy='lfu')
+    count, order = {}, []                       # order: least recent first
+    for _ in range(200):
+        key = int(rng.integers(L)), int(rng.integers(E)**2//E)
+        count[key] = count.get(key, 0) + 1
+        assert (cache.resident(*key) is not None) == (key in order)
+        cache.release(cache.acquire(key[0], [key[1]]))
+        if key in order: order.remove(key)
+        elif len(order) == S: order.remove(min(order, key=count.__getitem__))
+        order.append(key)
+    assert {k for k in cache.owner if k is not None} == set(order)
+    cache.close()
+
+def test_a_policy_that_names_a_stranger_is_refused(store):
+    class Wrong:
+        def touch(self, key): pass
+        def victim(self, keys): return 'nobody'
+    cache = cache_of(store, 2, policy=Wrong())
+    cache.release(cache.acquire(0, [0, 1]))
+    with pytest.raises(ValueError, match="policy: victim\\(keys\\) gave 'nobody'; allowed: one of the 2 keys"): cache.acquire(0, [2])
+    cache.check()
+    cache.close()
+
+@pytest.mark.parametrize('fill', FILLS)
+def test_use_after_close_is_refused_and_starts_no_thread(store, fill):
+    cache = cache_of(store, 6, fill=fill)
+    stage = Stage(cache)
+    stage.fill(0, [1, 2]); stage.ready(stage.take(0)[0])
+    cache.pin(1, 1)
+    before = {t for t in threading.enumerate() if t.name.startswith('edge0-fill')}
+    cache.close()
+    cache.close()
+    for call in (lambda: cache.acquire(0, [1]), lambda: cache.acquire(0, [5]), lambda: stage.fill(0, [4, 5]), lambda: cache.pin(0, 3)):
+        with pytest.raises(RuntimeError, match='the cache is closed'): call()
+    with pytest.raises(RuntimeError, match='the arena is closed'): cache.arena.stack if fill != 'stack' else cache.arena.select([0])
+    with pytest.raises(RuntimeError, match='the arena is closed'): cache.arena.rows(0)
+    assert not {t for t in threading.enumerate() if t.name.startswith('edge0-fill')} - before and cache.resident(0, 1) is None
+    assert not any(t.is_alive() for t in cache.readers.crew)
+
+def test_pressure_in_one_arena_costs_the_other_nothing(tmp_path, store):
+    # two specs, one stage: 4-bit layers 0 and 1, an 8-bit layer 2
+    for name, bits in (('four', 4), ('eight', 8)): synth_experts(tmp_path/name, 3, E, 64, 64, bits=bits)
+    a, b = (ExpertStore(Checkpoint.open(tmp_path/n), threads=1) for n in ('four', 'eight'))
+    four, eight = LruCache(a, Arena(a.spec(0), 8)), LruCache(b, Arena(b.spec(0), 3))
+    assert a.spec(0) != b.spec(0)
+    stage = Stage({0: four, 1: four, 2: eight})
+    hot = HotSet({0: four, 1: four, 2: eight}, 4)
+    for layer in (0, 1): stage.fill(layer, [0, 1]); stage.ready(stage.take(layer)[0])
+    held = stage.rows[0].now, stage.rows[1].now
+    lease = four.acquire(0, [7]); hot.observe(0, lease); four.release(lease)
+    stage.fill(2, [0, 1]); stage.ready(stage.take(2)[0])
+    for t in range(6): eight.release(eight.acquire(2, [3 + t, 4 + t, 5 + t])) # needs every slot: layer 2's own set has to go
+    assert (stage.rows[0].now, stage.rows[1].now) == held and stage.rows[2].now is None and list(hot.hot[0]) == [7]
+    for cache in (four, eight): cache.check(); cache.close()
+    for s in (a, b): s.close(); s.ck.close()
+
+def test_slots_begin_on_a_cache_line(store):
+    from edge0_lab.pool import address
+    for S in (1, 3, 64):
+        a = Arena(store.spec(0), S)
+        assert a.fill == 'inplace' and all(address(r)%64 == 0 for r in a.rows(0))
+        a.close()

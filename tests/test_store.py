@@ -1,5 +1,5 @@
 "The store: refusals by name, layouts, parallel reads, eviction, repack, throttle. Cases 19 to 25."
-import json, os, struct, threading, warnings
+import json, os, shutil, signal, struct, threading, warnings
 from pathlib import Path
 
 import edge0_lab
@@ -131,7 +131,7 @@ def test_damaged_headers_are_refused_or_still_add_up(tmp_path_factory, data):  #
 
 
 def reads_storage():
-    from edge0_lab.checkpoint import STORAGE
+    from edge0_lab.header import STORAGE
     return STORAGE
 
 
@@ -318,8 +318,14 @@ def test_evict_is_cold_also_for_mapped_and_dirty_pages(small):
     assert s.resident_fraction(0, 0) == 1.0 and s.cold_bytes(0, 0) == 0
     assert s.evict() == 0.0 and s.resident_fraction(0, 0) == 0.0 and s.cold_bytes(0, 0) == s.spec(0).total
     rows = flat_rows(s.spec(0).empty())
-    n, cold = s.read_counted(0, 0, rows)
-    assert n == s.spec(0).total and 0 < cold <= n and s.read_counted(0, 0, rows) == (n, 0)
+    seen = []
+    for _ in range(30):                 # a busy machine may finish the disk's work before it looks: then a page counts as there
+        n, cold = s.read_counted(0, 0, rows)
+        assert n == s.spec(0).total and 0 <= cold <= n and s.read_counted(0, 0, rows) == (n, 0)
+        seen.append(cold)
+        if cold: break
+        assert s.evict() == 0.0
+    assert seen[-1] > 0
     assert int(held.sum(dtype=np.uint64)) == total  # eviction loses nothing
     assert s.evict(1) == 0.0 and s.will_need(1, 2)
 
@@ -439,3 +445,121 @@ def test_repack_names_a_log_that_is_not_its_own(small, tmp_path):
         (out/'repack.json').write_text(text)
         with pytest.raises(CheckpointError, match='repack.json'): repack(small, out)
     with pytest.raises(ValueError, match='dir: '): repack(next(small.glob('*.safetensors')), tmp_path/'other')
+
+
+# --- what was attacked in session 2 ---
+
+def _killed_repack(src, out, n):
+    "A child that repacks and kills itself at its n-th write, flush, copy or rename, in the middle of a write; False if it finished before."
+    pid = os.fork()
+    if pid == 0:
+        from edge0_lab import writer
+        left, put = [n], writer._put
+        def last():
+            left[0] -= 1
+            return left[0] == 0
+        def counted(f):
+            def call(*a, **kw):
+                if last(): os.kill(os.getpid(), signal.SIGKILL)
+                return f(*a, **kw)
+            return call
+        def torn(f, piece):
+            if last():
+                f.write(bytes(piece)[:len(bytes(piece))//2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return put(f, piece)
+        writer._put, os.replace, os.fsync, shutil.copy2 = torn, counted(os.replace), counted(os.fsync), counted(shutil.copy2)
+        code = 1
+        try:
+            repack(src, out)
+            code = 0
+        finally: os._exit(code)
+    status = os.waitpid(pid, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='kills a forked child')
+def test_a_killed_repack_leaves_old_or_new_files_and_goes_on(tmp_path):
+    src = synth_experts(tmp_path/'src', 2, 3, 64, 64)
+    (src/'tokenizer.json').write_text('{"a": 1}')
+    repack(src, tmp_path/'whole')
+    want = {p.name: p.read_bytes() for p in (tmp_path/'whole').iterdir()}
+    old, end = dict(want), 5*2 + 2*(1 + 27) + 3 + 3*2
+    old['model-00002-of-00003.safetensors'] = b'\0'*100         # a damaged file of an earlier run
+    rng = np.random.default_rng(0)
+    for round, n in enumerate(rng.permutation(np.arange(1, end))[:14].tolist()):
+        out = tmp_path/f'out{round}'
+        if round%2: shutil.copytree(tmp_path/'whole', out); (out/'model-00002-of-00003.safetensors').write_bytes(b'\0'*100)
+        killed = _killed_repack(src, out, n)
+        for p in out.iterdir():
+            if p.suffix == '.part' or p.name == 'repack.json': continue
+            assert p.read_bytes() in (want[p.name], old[p.name]), (p.name, n)
+        if (out/'repack.json').exists(): json.loads((out/'repack.json').read_text())
+        assert killed or n > 20
+        repack(src, out)
+        got = {p.name: p.read_bytes() for p in out.iterdir() if p.suffix != '.part'}
+        assert got == want, (n, {k for k in want if got.get(k) != want[k]})
+
+
+def test_repack_leaves_weights_of_any_name_behind(small, tmp_path):
+    src = tmp_path/'named'
+    shutil.copytree(small, src)
+    for i, p in enumerate(sorted(src.glob('model*.safetensors'))): p.rename(src/f'weights-{i}.safetensors')
+    repack(src, tmp_path/'out')
+    assert sorted(p.name for p in (tmp_path/'out').glob('*.safetensors')) == [f'model-0000{i}-of-00003.safetensors' for i in (1, 2, 3)]
+    a, b = opened(src), opened(tmp_path/'out')
+    assert all(v.tobytes() == b.arrays(1, 2)[p].tobytes() for p, v in a.arrays(1, 2).items())
+
+
+def test_repack_follows_no_link_out_of_the_checkpoint(small, tmp_path):
+    (tmp_path/'secret.json').write_text('{}')
+    (small/'tokenizer.json').symlink_to(tmp_path/'secret.json')
+    with pytest.raises(CheckpointError, match='tokenizer.json: leads out of the checkpoint'): repack(small, tmp_path/'out')
+    assert not list((tmp_path/'out').glob('*.safetensors'))
+    (small/'tokenizer.json').unlink()
+    (small/'tokenizer.json').symlink_to('config.json')          # a link inside is what it points to
+    repack(small, tmp_path/'out')
+    assert (tmp_path/'out'/'tokenizer.json').read_text() == (small/'config.json').read_text() and not (tmp_path/'out'/'tokenizer.json').is_symlink()
+
+
+@pytest.mark.case(25)
+@pytest.mark.parametrize('parts, said', [(('qweight', 'qzeros', 'scales'), "unknown part of an expert; found 'qweight'"), (('weight', 'weight_scale_inv'), "found 'weight_scale_inv'"), (('weight_packed', 'weight_scale'), "found 'weight_packed'")])
+def test_other_quantisations_are_refused_by_the_part_that_shows_them(tmp_path, parts, said):
+    # CASE 25: gptq, block fp8, compressed-tensors
+    head = 'model.layers.0.mlp.experts.0.gate_proj'
+    with pytest.raises(CheckpointError, match=said): opened(put(tmp_path/'q', {f'{head}.{p}': np.zeros((4, 4), np.float16) for p in parts}))
+
+
+def test_a_mode_that_the_file_does_not_hold_is_named(small):
+    config = json.loads((small/'config.json').read_text())
+    config['quantization']['mode'] = 'mxfp4'
+    (small/'config.json').write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="mode 'mxfp4'; the file holds affine"): s = opened(small)
+    assert s.spec(0).bits == (4, 4, 4)
+
+
+def test_a_closed_store_says_so(small):
+    s = opened(small)
+    rows = flat_rows(s.spec(0).empty())
+    s.close()
+    for call in (lambda: s.read_many([(0, 0, rows)]), lambda: s.read_block(0, 0, 1, rows)):
+        with pytest.raises(RuntimeError, match='ExpertStore: the pool of readers is closed'): call()
+    assert s.read_into(0, 0, rows) == s.spec(0).total           # the checkpoint is still open
+    s.ck.close()
+    with pytest.raises(CheckpointError, match='layer 0 expert 0: checkpoint is closed'): s.read_into(0, 0, rows)
+    with pytest.raises(CheckpointError, match='checkpoint is closed'): s.ck.array(s.ck.names()[0])
+
+
+def test_one_writer_makes_the_same_file_in_any_pieces(tmp_path):
+    from edge0_lab.writer import file_head, write_stream
+    tensors = [('a', 'F32', (3, 5)), ('none', 'F16', (0, 4)), ('b', 'BF16', (7,)), ('c', 'U8', ())]
+    data = dict(a=np.arange(15, dtype=np.float32).reshape(3, 5), none=np.zeros((0, 4), np.float16), b=np.arange(7, dtype=np.uint16), c=np.array(9, np.uint8))
+    whole = write_stream(tmp_path/'a.safetensors', tensors, lambda n: (data[n],), dict(k='v'), align=8)
+    write_stream(tmp_path/'b.safetensors', tensors, lambda n: [bytes([x]) for x in data[n].tobytes()], dict(k='v'), align=8)
+    raw = (tmp_path/'a.safetensors').read_bytes()
+    assert raw == (tmp_path/'b.safetensors').read_bytes() and len(raw) == whole == file_head(tensors, dict(k='v'), 8)[1][-1]
+    with Checkpoint.open(tmp_path/'a.safetensors') as ck: assert ck.metadata == {'k': 'v'} and ck.names() == [n for n, _, _ in tensors]
+    with pytest.raises(ValueError, match="'a' twice"): file_head(tensors[:1]*2)
+    with pytest.raises(ValueError, match="'a' ends at byte"): write_stream(tmp_path/'b.safetensors', tensors, lambda n: (data[n],)*2)
+    assert (tmp_path/'b.safetensors').read_bytes() == raw       # a failed write leaves the old file
