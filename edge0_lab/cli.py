@@ -209,7 +209,9 @@ COMMANDS = {
     'repack': 'cli:repack_files',
     'synth': 'cli:synth_files',
     'train': {'tiny': 'cli:train_teacher', 'heads': 'cli:train_prerouter'},
-    'bench': {'kernels': 'bench.kernels:bench_kernels', 'io': 'cli:bench_disk', 'fill': 'cli:bench_modes', 'heads': 'cli:bench_prerouter', 'models': 'cli:bench_resident', 'decode': 'cli:bench_full', 'floor': 'cli:bench_thread'},
+    'bench': {'kernels': 'bench.kernels:bench_kernels', 'io': 'cli:bench_disk', 'fill': 'cli:bench_modes', 'heads': 'cli:bench_prerouter', 'models': 'cli:bench_resident', 'decode': 'cli:bench_full', 'floor': 'cli:bench_thread', 'lora': 'bench.lora:bench_lora', 'merge': 'bench.merge:bench_merge', 'steptime': 'bench.steptime:bench_steptime'},
+    'replay': 'replay:replay_command',
+    'forecast': 'forecast:forecast_command',
     'lab': 'cli:lab_page',
     'test': 'cli:self_test',
 }
