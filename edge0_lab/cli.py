@@ -57,20 +57,24 @@ def trace_run(
 def train_prerouter(
     tier:str='tiny-softmax', # name in settings.ini
     k:int=None,       # experts per token; default the tier's
-    windows:int=192,  # of training text
-    T:int=256,        # tokens a window
-    heldout:int=28,   # windows of held-out text to judge by
-    steps:int=None,   # of the optimiser; default as HeadRun has it
-    batch:int=None,   # tokens a step
+    all:bool=False,   # every head file that is shipped, in processes of their own
+    windows:int=None, # of training text, for each half
+    T:int=None,       # tokens a window
+    heldout:int=None, # windows of held-out text to judge by
+    served:float=None, # second half, on the states the heads lead to, as a share of the first half's steps
+    steps:int=None,   # of the first half; this and what follows default as HeadRun has it
+    batch:int=None,   # pairs a step
     lr:float=None,    # learning rate at its highest
     out:str=None,     # file; default prerouter_k<k>.safetensors beside the checkpoint
 ):
     "Distil the heads of a tier for one k (phase 1), judge them on held-out text, write them. Resumes. Under mlx.launch: data-parallel."
     import mlx.core as mx
     from dataclasses import replace
-    from edge0_lab.distill import HeadRun, train_heads
-    group, given = mx.distributed.init(), {n: v for n, v in dict(steps=steps, batch=batch, lr=lr).items() if v is not None}
-    said = train_heads(tier, k=k, windows=windows, T=T, heldout=heldout, run=replace(HeadRun(), **given), out=out, group=group if group.size() > 1 else None)
+    from edge0_lab.distill import HeadRun, train_all, train_heads
+    if all: return train_all()
+    given = lambda **v: {n: x for n, x in v.items() if x is not None}
+    group = mx.distributed.init()
+    said = train_heads(tier, k=k, run=replace(HeadRun(), **given(steps=steps, batch=batch, lr=lr)), out=out, group=group if group.size() > 1 else None, **given(windows=windows, T=T, heldout=heldout, served=served))
     if group.rank() == 0: _shown(said)
 
 # %% ../nbs/19_cli.ipynb #cell007
@@ -209,9 +213,7 @@ COMMANDS = {
     'repack': 'cli:repack_files',
     'synth': 'cli:synth_files',
     'train': {'tiny': 'cli:train_teacher', 'heads': 'cli:train_prerouter'},
-    'bench': {'kernels': 'bench.kernels:bench_kernels', 'io': 'cli:bench_disk', 'fill': 'cli:bench_modes', 'heads': 'cli:bench_prerouter', 'models': 'cli:bench_resident', 'decode': 'cli:bench_full', 'floor': 'cli:bench_thread', 'lora': 'bench.lora:bench_lora', 'merge': 'bench.merge:bench_merge', 'steptime': 'bench.steptime:bench_steptime'},
-    'replay': 'replay:replay_command',
-    'forecast': 'forecast:forecast_command',
+    'bench': {'kernels': 'bench.kernels:bench_kernels', 'io': 'cli:bench_disk', 'fill': 'cli:bench_modes', 'heads': 'cli:bench_prerouter', 'models': 'cli:bench_resident', 'decode': 'cli:bench_full', 'floor': 'cli:bench_thread', 'lora': 'bench.lora:bench_lora', 'merge': 'bench.merge:bench_merge', 'ladder': 'bench.ladder:bench_ladder', 'drift': 'bench.drift:bench_drift', 'hide': 'bench.hide:bench_hide', 'soak': 'bench.soak:bench_soak'},
     'lab': 'cli:lab_page',
     'test': 'cli:self_test',
 }
