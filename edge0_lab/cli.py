@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'generate', 'trace_run', 'train_prerouter', 'repack_files', 'synth_files', 'bench_disk', 'bench_modes',
-           'bench_resident', 'bench_full', 'bench_thread', 'bench_prerouter', 'train_teacher', 'lab_page', 'self_test',
-           'find_command', 'main']
+           'bench_resident', 'bench_full', 'bench_thread', 'bench_prerouter', 'train_teacher', 'look_through',
+           'lab_page', 'self_test', 'find_command', 'main']
 
 # %% ../nbs/19_cli.ipynb #cell002
 import importlib, json, sys
@@ -180,6 +180,17 @@ def train_teacher(
     from edge0_lab.tiny import train_tiny
     train_tiny(tier, steps=steps, decay=decay, run=run, resume=resume, export=export)
 
+def look_through(
+    dir:str='',        # also look through this checkpoint: a directory, or a tier
+    json:bool=False,   # lines as JSON
+    post:str='',       # also measure this device, and write the file to send back
+    hashes:bool=False, # read the checkpoint's files in full and compare sums
+)->int:
+    "Machine, kernels and files: each line ok, warning or error, with what to do. Exit code 1 with an error."
+    from edge0_lab.doctor import doctor
+    return doctor(dir, json, post, hashes)
+look_through.pos = ('dir',)  # without a hyphen, though it has a default
+
 def lab_page(
     page:str='',    # page to open, a file in nbs/; default the dashboard, which then runs by itself
     options:str='', # more options for JupyterLab, for example "--no-browser --port=8899"
@@ -192,9 +203,9 @@ def lab_page(
     names = [page] if page else ['15_dashboard.ipynb', 'index.ipynb']
     found = [n for n in names if (nbs/n).is_file()]
     if not found: raise ValueError(f'page: {page!r} is not in nbs; allowed: {", ".join(sorted(p.name for p in nbs.glob("*.ipynb")))}')
-    ours = f"--LabApp.extra_labextensions_path=['{nbs.parent/'tools'/'labextensions'}']"  # runs the dashboard's cell
-    root = ['--allow-root'] if hasattr(os, 'geteuid') and os.geteuid() == 0 else []         # a container's user
-    return subprocess.call([sys.executable, '-m', 'jupyter', 'lab', f'--notebook-dir={nbs}', ours, *root, *shlex.split(options), str(nbs/found[0])])
+    env = os.environ | dict(JUPYTER_PATH=os.pathsep.join(filter(None, [str(nbs.parent/'tools'), os.environ.get('JUPYTER_PATH')])))  # finds tools/labextensions, which runs the dashboard's cell
+    root = ['--allow-root'] if hasattr(os, 'geteuid') and os.geteuid() == 0 else []                                              # a container's user
+    return subprocess.call([sys.executable, '-m', 'jupyter', 'lab', f'--notebook-dir={nbs}', *root, *shlex.split(options), str(nbs/found[0])], env=env)
 
 def self_test(
     words:str='', # words for pytest, for example "-k routing"
@@ -208,6 +219,7 @@ def self_test(
 # %% ../nbs/19_cli.ipynb #cell012
 COMMANDS = {
     'demo': 'demo:demo',
+    'doctor': 'cli:look_through',
     'generate': 'cli:generate',
     'trace': 'cli:trace_run',
     'repack': 'cli:repack_files',
@@ -240,7 +252,7 @@ def main(
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         f, used, rest = find_command(words)
-        args = vars(anno_parser(f, prog=' '.join(['edge0-lab', *used])).parse_args(rest))
+        args = vars(anno_parser(f, prog=' '.join(['edge0-lab', *used]), pos=getattr(f, 'pos', ())).parse_args(rest))
         for extra in ('pdb', 'xtra'): args.pop(extra, None)
         got = f(**args)
         return got if isinstance(got, int) else 0

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['group_room', 'free_memory', 'device_memory', 'size_text', 'need_memory', 'limit_policy', 'mlx_limits', 'alone',
-           'others_may']
+           'others_may', 'finish_thread']
 
 # %% ../nbs/00c_limits.ipynb #cell002
 import functools, os, threading
@@ -108,3 +108,9 @@ def others_may():
     held, lock = _turn._release_save(), _turn
     try: yield
     finally: lock._acquire_restore(held)
+
+# %% ../nbs/00c_limits.ipynb #cell016
+def finish_thread():
+    "The last call of a thread of yours that used a lab: MLX takes its streams back."
+    import edge0_lab, mlx.core as mx
+    with _turn: mx.clear_streams()
