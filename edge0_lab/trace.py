@@ -9,10 +9,13 @@ __all__ = ['TRACE_SCHEMA', 'CALL_COUNTERS', 'Trace', 'TraceRecorder']
 import io, json, os, time, zipfile
 from array import array
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 import numpy as np
 from fastcore.basics import patch
+
+from .limits import need_memory
 
 # %% ../nbs/09a_trace.ipynb #cell005
 TRACE_SCHEMA = 1
@@ -255,17 +258,29 @@ def load(cls:Trace,
     "A trace from its file."
     def refuse(what): raise ValueError(f'{Path(path).name}: {what}') from None
     with open(path, 'rb') as f: raw = io.BytesIO(f.read())
+    try: total = _sizes(raw)
+    except Exception as e: refuse(f'not a trace, or damaged ({type(e).__name__}: {str(e)[:120]})') # zipfile and NumPy's header reader raise a dozen kinds
+    need_memory(total, 'path', Path(path).name, 'its arrays')
     try:
         with np.load(raw, allow_pickle=False) as z: got = {n: z[n] for n in z.files}
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, ValueError, KeyError, OSError, EOFError, AttributeError, NotImplementedError) as e: refuse(f'not a trace, or damaged ({e})')
-    except Exception as e:
-        if type(e).__module__ != 'zlib': raise
-        refuse(f'damaged ({e})')
+    except Exception as e: refuse(f'damaged ({type(e).__name__}: {str(e)[:120]})')
     if 'meta' not in got: refuse('not a trace: no meta')
     try: meta = json.loads(got.pop('meta').tobytes())
     except ValueError as e: refuse(f'meta is not JSON ({e})')
     if not isinstance(meta, dict) or meta.get('schema') != TRACE_SCHEMA: refuse(f"schema {meta.get('schema') if isinstance(meta, dict) else meta!r}; this version reads {TRACE_SCHEMA}")
     return _checked(cls, meta, got, refuse)
+
+def _sizes(raw):
+    "Bytes of all arrays, after comparing each array's header with what the file holds: nothing is allocated on its word."
+    total = 0
+    with zipfile.ZipFile(raw) as z:
+        for i in z.infolist():
+            with z.open(i) as f:
+                read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[np.lib.format.read_magic(f)]
+                shape, _, dtype = read(f)
+                if dtype.hasobject or prod(shape)*dtype.itemsize != i.file_size - f.tell(): raise ValueError(f'{i.filename}: {dtype} {shape} in {i.file_size - f.tell()} bytes')
+            total += i.file_size
+    return total
 
 def _checked(cls, meta, got, refuse):
     "Names, types, shapes and ranges, then the Trace."
