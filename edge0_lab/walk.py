@@ -15,7 +15,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from .limits import others_may
-from .session import Session
+from .passes import Session
 
 # %% ../nbs/09d_walk.ipynb #cell005
 STOPS = ('x', 'h', 'logits', 'ids', 'weights', 'routed', 'out', 'token') # in the order of a layer; layer None has logits (of the vocabulary) and token
