@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PIECE', 'FIRST', 'HEAD', 'ReadBandwidth', 'random_stack', 'f32_stack', 'bench_expert', 'bench_linear',
-           'bench_prefill', 'first_call', 'kernel_table', 'bench_kernels']
+           'bench_prefill', 'first_call', 'both_blas', 'kernel_table', 'bench_kernels']
 
 # %% ../../nbs/13a_bench_kernels.ipynb #cell002
 import json, os, platform, subprocess, sys, tempfile, time
@@ -14,8 +14,9 @@ import edge0_lab, numpy as np
 import mlx.core as mx
 from fastcore.script import call_parse
 
+from ..arena import on_a_line, shared_view
 from ..int4 import (ExpertStack, QTensor, expert_glu, expert_glu_fast, expert_glu_ops, expert_glu_ref, expert_glu_tile, host,
-                            plan_linear, qlinear_fast, qlinear_ops, qlinear_ref, relative_l2)
+                            plan_linear, qlinear, qlinear_fast, qlinear_ops, qlinear_ref, relative_l2)
 from ..pool import address, cores, pool
 from ..rows import choose_form
 from ..vector import Compiled, Function, at, i64, int_, load, loop, new_module, ptr, splat, vec
@@ -65,12 +66,18 @@ def _random(rng, S, rows, cols, group=64):
     mx.eval(*q.arrays)
     return q
 
+def _in_slots(a):
+    "The same array as it lies in an arena."
+    there = on_a_line(a.shape, mx.uint16 if a.dtype == mx.bfloat16 else a.dtype)
+    shared_view(there)[:] = host(a)
+    return there.view(a.dtype)
+
 def random_stack(
     rng, D:int, F:int, gib:float
 ):     # ExpertStack of at least that size
     "Experts of one tier's widths."
     S = -(-int(gib*2**30)//(3*D*F*36//64))
-    return ExpertStack(up=_random(rng, S, F, D), gate=_random(rng, S, F, D), down=_random(rng, S, D, F))
+    return ExpertStack(**{n: _random(rng, S, *shape).map(_in_slots) for n, shape in (('up', (F, D)), ('gate', (F, D)), ('down', (D, F)))})
 
 def _f32_scales(q):
     f = QTensor(q.weight, q.scales.astype(mx.float32), q.biases.astype(mx.float32), q.bits, q.group_size)
@@ -112,20 +119,20 @@ def bench_expert(
     forms = {kind: stack.plan_for(kind) for kind in ('int16', 'f32')}
     arms = {'mlx f32': lambda i: mx.eval(expert_glu_ops(xm, fs, mx.array(pick(i)))), 'mlx bf16': lambda i: mx.eval(expert_glu_ops(xb, stack, mx.array(pick(i)))),
             **{f'kernel {n}': lambda i, f=f: expert_glu_fast(x, stack, pick(i), out, f) for n, f in forms.items()},
-            'kernel checked': lambda i: expert_glu(xm, stack, pick(i), kernel='kernel'), 'bandwidth': lambda i: rates.append(bandwidth.run())}
+            'expert_glu': lambda i: expert_glu(xm, stack, pick(i), kernel='kernel'), 'bandwidth': lambda i: rates.append(bandwidth.run())}
     rates, t = [], time.perf_counter()
     want = expert_glu_ref(x, stack, pick(0))
     oracle = time.perf_counter() - t
     error = {'mlx f32': relative_l2(expert_glu_ops(xm, fs, mx.array(pick(0))), want), 'mlx bf16': relative_l2(expert_glu_ops(xb, stack, mx.array(pick(0))), expert_glu_ref(xb, stack, pick(0))),
              **{f'kernel {n}': relative_l2(expert_glu_fast(x, stack, pick(0), out, f), want) for n, f in forms.items()},
-             'kernel bf16 x': relative_l2(expert_glu(xb, stack, pick(0), kernel='kernel'), expert_glu_ref(xb, stack, pick(0)))}
+             'expert_glu': relative_l2(expert_glu(xm, stack, pick(0), kernel='kernel'), want), 'kernel bf16 x': relative_l2(expert_glu(xb, stack, pick(0), kernel='kernel'), expert_glu_ref(xb, stack, pick(0)))}
     calls = max(8, S//k//rounds)
     took = _alternate(arms, rounds, {n: 1 if n in ('mlx bf16', 'bandwidth') else 2 if n == 'mlx f32' else calls for n in arms})
     return _row(dict(what='expert_glu', D=D, F=stack.F, k=k), took | dict(oracle=oracle), error, stack.nbytes/S*k, rates)
 
 def _row(what, took, error, nbytes, rates):
     "Times in ms, GB/s of weights, and the share of the read bandwidth of the same turns."
-    rate, best = float(np.median(rates)), took['kernel int16']
+    rate, best = float(np.median(rates)), took[what['what']]  # the public call, checks and all
     took = {n: t for n, t in took.items() if n != 'bandwidth'}
     return dict(**what, bytes=int(nbytes), read_gb_s=round(rate, 2), ms={n: round(t*1e3, 4) for n, t in took.items()},
                 gb_s={n: round(nbytes/t/1e9, 2) for n, t in took.items()}, share={n: round(nbytes/t/1e9/rate, 3) for n, t in took.items()},
@@ -146,9 +153,11 @@ def bench_linear(
     plans = {kind: [plan_linear(q, kind) for q in layers] for kind in ('int16', 'f32')}
     rates = []
     arms = {'mlx f32': lambda i: mx.eval(qlinear_ops(xm, full[i % n])), 'mlx bf16': lambda i: mx.eval(qlinear_ops(xb, layers[i % n])),
-            **{f'kernel {kind}': lambda i, p=p: qlinear_fast(x, p[i % n], out) for kind, p in plans.items()}, 'bandwidth': lambda i: rates.append(bandwidth.run())}
+            **{f'kernel {kind}': lambda i, p=p: qlinear_fast(x, p[i % n], out) for kind, p in plans.items()},
+            'qlinear': lambda i: qlinear(xm, layers[i % n], 'kernel'), 'bandwidth': lambda i: rates.append(bandwidth.run())}
     error = {'mlx f32': relative_l2(qlinear_ops(xm, full[0]), want), 'mlx bf16': relative_l2(qlinear_ops(xb, layers[0]), qlinear_ref(xb, layers[0])),
-             **{f'kernel {kind}': relative_l2(qlinear_fast(x, p[0], out), want) for kind, p in plans.items()}}
+             'qlinear': relative_l2(qlinear(xm, layers[0], 'kernel'), want), **{f'kernel {kind}': relative_l2(qlinear_fast(x, p[0], out), want) for kind, p in plans.items()}}
+    for q in layers: q.linear
     took = _alternate(arms, rounds, {a: 1 if a == 'bandwidth' else 2 if 'mlx' in a else max(8, n//rounds) for a in arms})
     return _row(dict(what='qlinear', rows=rows, cols=cols), took, error, layers[0].nbytes, rates)
 
@@ -172,22 +181,33 @@ def bench_prefill(
     return row | (dict(times_mlx_f32=round(took['mlx f32']/took['kernel int16'], 1)) if slow else {})
 
 # %% ../../nbs/13a_bench_kernels.ipynb #cell017
-FIRST = 'import time; t = time.perf_counter(); import edge0_lab.int4 as m; a = time.perf_counter() - t; import numpy as np; from edge0_lab.bench.kernels import random_stack; ' \
-        's = random_stack(np.random.default_rng(0), 256, 128, 0.001); x = np.ones((1, 256), np.float32); t = time.perf_counter(); m.expert_glu(x, s, np.zeros((1, 1), int)); print(a, time.perf_counter() - t)'
+FIRST = 'import sys, time; t = time.perf_counter(); from edge0_lab.int4 import expert_glu; a = time.perf_counter() - t; import numpy as np; from edge0_lab.bench.kernels import random_stack; ' \
+        'D, F, k = map(int, sys.argv[1:]); s = random_stack(np.random.default_rng(0), D, F, 8*k*3*D*F*36/64/2**33); x = np.ones((1, D), np.float32); ' \
+        't = time.perf_counter(); expert_glu(x, s, np.arange(k)[None]); print(a, time.perf_counter() - t)'
 
-def first_call():
+def first_call(
+    D:int=2048, F:int=512, k:int=8, # one token
+):                                  # {'cold': dict(import_s=, first_call_s=, notice=), 'warm': the same}
     "Seconds to import and to the end of the first call in a fresh process: with an empty object cache, then with a warm one."
     with tempfile.TemporaryDirectory() as d:
-        got = [subprocess.run([sys.executable, '-c', FIRST], env=os.environ | dict(EDGE0_LAB_CACHE=d), capture_output=True, text=True, check=True).stdout.split() for _ in range(2)]
-    return {n: dict(import_s=round(float(a), 2), first_call_s=round(float(b), 2)) for n, (a, b) in zip(('cold', 'warm'), got)}
+        got = [subprocess.run([sys.executable, '-c', FIRST, *map(str, (D, F, k))], env=os.environ | dict(EDGE0_LAB_CACHE=d), capture_output=True, text=True, check=True) for _ in range(2)]
+    return dict(D=D, F=F, k=k, **{n: dict(zip(('import_s', 'first_call_s'), (round(float(v), 2) for v in p.stdout.split())), notice=p.stderr.strip()) for n, p in zip(('cold', 'warm'), got)})
 
 # %% ../../nbs/13a_bench_kernels.ipynb #cell019
+def both_blas():
+    "`blas_report` of this process, and of one that leaves the wheel's own BLAS in place."
+    ask = 'import edge0_lab, json; from edge0_lab.blas import blas_report; print(json.dumps(blas_report()))'
+    stock = subprocess.run([sys.executable, '-c', ask], env=os.environ | dict(EDGE0_BLAS='off'), capture_output=True, text=True, check=True).stdout
+    return dict(blas=edge0_lab.blas.blas_report(), stock_blas=json.loads(stock.splitlines()[-1]))
+
+# %% ../../nbs/13a_bench_kernels.ipynb #cell021
 def _line(r):
     shape = f'{r["D"]}/{r["F"]} k={r["k"]}' if r['what'] == 'expert_glu' else f'{r["rows"]} x {r["cols"]}'
-    return f'{r["what"]:11s}{shape:17s}' + ''.join(f'{r["ms"][n]:10.3f}' for n in ('mlx f32', 'mlx bf16', 'kernel f32', 'kernel int16')) + \
-           f'{r["gb_s"]["kernel int16"]:8.1f}{r["read_gb_s"]:8.1f}{r["share"]["kernel f32"]:8.0%}{r["share"]["kernel int16"]:8.0%}{r["times_mlx_f32"]:8.1f}'
+    public = r['what']
+    return f'{public:11s}{shape:17s}' + ''.join(f'{r["ms"][n]:9.3f}' for n in ('mlx f32', 'mlx bf16', 'kernel f32', 'kernel int16', public)) + \
+           f'{r["gb_s"][public]:7.1f}{r["read_gb_s"]:7.1f}' + ''.join(f'{r["share"][n]:7.0%}' for n in ('kernel f32', 'kernel int16', public)) + f'{r["times_mlx_f32"]:7.1f}'
 
-HEAD = f'{"":28s}{"mlx f32":>10s}{"mlx bf16":>10s}{"f32 ms":>10s}{"int16 ms":>10s}{"GB/s":>8s}{"read":>8s}{"f32 %":>8s}{"int16 %":>8s}{"x mlx":>8s}'
+HEAD = f'{"ms; GB/s; % of the read":28s}{"mlx f32":>9s}{"mlx bf16":>9s}{"f32":>9s}{"int16":>9s}{"public":>9s}{"GB/s":>7s}{"read":>7s}{"f32":>7s}{"int16":>7s}{"public":>7s}{"x mlx":>7s}'
 
 def _prefill_line(r):
     return f'prefill    {r["T"]} tokens, k {r["k"]}, {r["E"]} experts: ' + ', '.join(f'{n} {t:.1f} ms' for n, t in r['ms'].items()) + (f'; {r["times_mlx_f32"]} x mlx' if 'times_mlx_f32' in r else '')
@@ -198,9 +218,9 @@ def kernel_table(
     "The report as text."
     first = report['first_call']
     return '\n'.join([HEAD] + [(_prefill_line if r['what'] == 'prefill' else _line)(r) for r in report['rows'] + report['crossover']] +
-                     [f'first call in a fresh process: {first["cold"]["first_call_s"]} s with an empty cache, {first["warm"]["first_call_s"]} s after that; import {first["warm"]["import_s"]} s'])
+                     [f'first call in a fresh process, {first["D"]}/{first["F"]} k={first["k"]}: {first["cold"]["first_call_s"]} s with an empty cache, {first["warm"]["first_call_s"]} s after that; import {first["warm"]["import_s"]} s'])
 
-# %% ../../nbs/13a_bench_kernels.ipynb #cell020
+# %% ../../nbs/13a_bench_kernels.ipynb #cell022
 @call_parse
 def bench_kernels(
     out:str='',      # JSON file to write; none is written without
@@ -225,8 +245,8 @@ def bench_kernels(
     few = ExpertStack(**{n: getattr(stack, n)[:8] for n in ('up', 'gate', 'down')})
     for T in (1, 5) if quick else (1, 4, 16, 64, 256, 512): add(crossover, bench_prefill(few, T, 8, 2, rng, slow=False))
     import llvmlite.binding as llvm
-    report = dict(schema=1, command='edge0-lab bench kernels', machine=dict(cpu=llvm.get_host_cpu_name(), cores=cores(), system=platform.system(), arch=platform.machine(), pairs=choose_form().pairs, blas=edge0_lab.blas.blas_report()),
-                  versions=dict(mlx=mx.__version__, llvm='.'.join(map(str, llvm.llvm_version_info))), gib=gib, read_gib=read_gib, rounds=rounds, rows=rows, crossover=crossover, first_call=first_call())
+    report = dict(schema=1, command='edge0-lab bench kernels', machine=dict(cpu=llvm.get_host_cpu_name(), cores=cores(), system=platform.system(), arch=platform.machine(), pairs=choose_form().pairs, **both_blas()),
+                  versions=dict(mlx=mx.__version__, llvm='.'.join(map(str, llvm.llvm_version_info))), gib=gib, read_gib=read_gib, rounds=rounds, rows=rows, crossover=crossover, first_call=first_call(*((256, 128, 1) if quick else ())))
     print(kernel_table(report).splitlines()[-1])
     if out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
