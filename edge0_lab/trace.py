@@ -261,6 +261,7 @@ def load(cls:Trace,
     try: total = _sizes(raw)
     except Exception as e: refuse(f'not a trace, or damaged ({type(e).__name__}: {str(e)[:120]})') # zipfile and NumPy's header reader raise a dozen kinds
     need_memory(total, 'path', Path(path).name, 'its arrays')
+    raw.seek(0)                                    # the measuring left it at its end
     try:
         with np.load(raw, allow_pickle=False) as z: got = {n: z[n] for n in z.files}
     except Exception as e: refuse(f'damaged ({type(e).__name__}: {str(e)[:120]})')
