@@ -73,7 +73,7 @@ _NAME = re.compile(r'(.+)\.lora_([AB])')
 
 def _number(path, said, key):
     try: v = float(said[key])
-    except (KeyError, TypeError, ValueError): raise CheckpointError(path, None, f'metadata {key}', repr(said.get(key))[:60], 'a number') from None
+    except (KeyError, TypeError, ValueError, OverflowError): raise CheckpointError(path, None, f'metadata {key}', repr(said.get(key))[:60], 'a number') from None
     if key == 'r' and not v.is_integer(): raise CheckpointError(path, None, 'metadata r', repr(said[key])[:60], 'a whole number')
     return int(v) if key == 'r' else v
 

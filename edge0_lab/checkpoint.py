@@ -99,7 +99,7 @@ def _index(folder, name='model.safetensors.index.json'):
     if not isinstance(hint, dict) or not all(isinstance(v, str) for v in hint.values()):
         raise CheckpointError(path, None, 'weight_map', type(hint).__name__, 'an object of file names')
     for v in hint.values():
-        if Path(v).name != v: raise CheckpointError(path, None, 'a file name leads out of the checkpoint', v, 'a name without folders')
+        if Path(v).name != v or not v.isprintable(): raise CheckpointError(path, None, 'a file name leads out of the checkpoint', v, 'a name without folders')
     return hint
 
 def _load_json(path):
@@ -197,7 +197,7 @@ def metadata(self:Checkpoint)->dict:
     out = {}
     for s in self.shards:
         inner = s.metadata.get('__metadata__')
-        out |= {k: v for k, v in s.metadata.items() if k != '__metadata__'} | (_parse(s.path, inner.encode()) if inner else {})
+        out |= {k: v for k, v in s.metadata.items() if k != '__metadata__'} | (_parse(s.path, inner.encode('utf8', 'surrogatepass')) if inner else {})
     return out
 
 @patch
