@@ -192,7 +192,7 @@ def bench_resident(
     _shown(bench_models(dir, rounds=rounds, out=out))
 
 def bench_full(
-    checkpoint:str, # all 40 layers, made by `edge0-lab synth edge0-35b`
+    checkpoint:str='edge0-35b', # all 40 layers: a tier, or a directory that `edge0-lab synth edge0-35b` made
     few:str=None,   # the same with 8 layers, which stock mlx-lm can hold in float32
     k:int=4,        # experts per token
     parts:str='full,stock,trace,tight', # which of them
@@ -203,10 +203,10 @@ def bench_full(
 ):
     "Decode at full scale: speed, memory, stock mlx-lm beside it, the cost of a trace, a tight machine."
     from edge0_lab.bench.decode import bench_decode
-    _shown(bench_decode(checkpoint, few, k, parts, steps, rounds, limit_gib, out=out))
+    _shown(bench_decode(_directory(checkpoint), few, k, parts, steps, rounds, limit_gib, out=out))
 
 def bench_thread(
-    checkpoint:str, # made by `edge0-lab synth edge0-35b`
+    checkpoint:str='edge0-35b', # a tier, or a directory that `edge0-lab synth edge0-35b` made
     k:int=4,        # experts per token
     rounds:int=3,   # turns of each attempt
     steps:int=6,    # steps a turn
@@ -214,7 +214,12 @@ def bench_thread(
 ):
     "The floor of a decode step: the main thread's time outside products and reads, split, beside mlx-lm's own modules."
     from edge0_lab.bench.floor import bench_floor
-    _shown(bench_floor(checkpoint, k, rounds, steps, out))
+    _shown(bench_floor(_directory(checkpoint), k, rounds, steps, out))
+
+def _directory(name):
+    from edge0_lab.settings import tiers
+    known = tiers()
+    return str(known[name].checkpoint) if name in known else name
 
 def bench_prerouter(
     rounds:int=15, # turns of each way
