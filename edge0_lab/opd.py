@@ -12,15 +12,16 @@ from pathlib import Path
 
 import mlx.core as mx, numpy as np
 
-from .adapters import read_lora, write_lora
+from .adapters import Adapter, read_lora, write_lora
 from .attach import adapter_of, new_adapter
 from .corpus import Corpus
 from .exponentials import fast
 from .prerouter import find_heads, read_heads
 from .rowfiles import RowPlan, prompts_of, weights_mark
 from .settings import cache_path, tier as _tier
-from .sft import added_logits, fit_student, launched, thinned, trained_heads, write_log
+from .sft import added_logits, fit_student, launched, thinned, trained_heads
 from .student import Student
+from .writer import write_json
 
 # %% ../nbs/10k_opd.ipynb #cell006
 def teacher_top(
@@ -138,7 +139,7 @@ def train_opd(
     marks = dict(model=weights_mark(t.checkpoint), teacher=weights_mark(t.checkpoint/'teacher'), heads=weights_mark(file))
     student, teacher = Student(t.checkpoint, k, trained_heads(read_heads(file, k=k)), t.consumers), Student(t.checkpoint/'teacher')
     if isinstance(start, str) and start == 'nothing': first = new_adapter(student.model, t.lora_rank, t.lora_alpha, run.seed)
-    else: first = start if hasattr(start, 'parts') else read_lora(start)
+    else: first = start if isinstance(start, Adapter) else read_lora(start)
     if first.about.get('heads', marks['heads']) != marks['heads']: raise ValueError(f'start: the adapter was trained with other heads ({first.about["heads"]}) than {file.name} ({marks["heads"]}); allowed: one of the same heads, from edge0-lab train sft')
     student.wear(replace(first, about=dict(first.about, tier=tier, k=str(k), phase='opd', **marks)), trainable=True)
     corpus, began_with = corpus or Corpus.open(), weights_mark(start) if isinstance(start, Path) else str(start)[:20]
@@ -151,5 +152,5 @@ def train_opd(
     if rank == 0:
         out = Path(out) if out else t.checkpoint/f'lora_k{k}.safetensors'
         write_lora(out, adapter_of(student.model))
-        write_log(out, log)
+        write_json(out.with_suffix('.json'), log)
     return log

@@ -20,9 +20,10 @@ from .prerouter import find_heads, read_heads
 from .routing import overlap
 from .rowfiles import RowPlan, teacher_rows
 from .settings import tier as _tier
-from .sft import AdaptRun, added_logits, ce, fit_student, thinned, write_log
+from .sft import AdaptRun, added_logits, ce, fit_student, thinned
 from .store import Checkpoint
 from .student import Student
+from .writer import write_json
 
 # %% ../nbs/10l_order.ipynb #cell006
 def head_overlap(
@@ -74,9 +75,9 @@ def train_order(
 
 def heads_first(
     tier:str='tiny-softmax', k:int=4,
-    run:AdaptRun=AdaptRun(rows=768),
+    run:AdaptRun=AdaptRun(rows=128),
     plan:RowPlan=RowPlan(),
-    windows:int=28,     # held-out windows of plan.T tokens
+    windows:int=14,     # held-out windows of plan.T tokens
     corpus=None, out:Path=None, # default heads_first.json beside the checkpoint
     arms=tuple(ORDERS), progress:bool=True,
 )->dict:
@@ -84,5 +85,5 @@ def heads_first(
     corpus = corpus or Corpus.open()
     rows, heldout = teacher_rows(tier, run.rows, plan, corpus, progress=progress), corpus.windows('heldout', windows, plan.T, 2)
     report = dict(tier=tier, k=k, command='python tools/recover.py --heads-first', run=asdict(run), plan=asdict(plan), arms=[train_order(tier, k, a, rows, heldout, run, plan, progress) for a in arms])
-    write_log(Path(out) if out else _tier(tier).checkpoint/'heads_first.json', report)
+    write_json(Path(out) if out else _tier(tier).checkpoint/'heads_first.json', report)
     return report

@@ -11,8 +11,8 @@ from edge0_lab.cards import card_text
 from edge0_lab.corpus import Corpus
 from edge0_lab.decode import Lab, RunConfig
 from edge0_lab.harness import ServedModel, served_model
-from edge0_lab.measures import exact_answers, free_text, heldout_windows, judge_logits, judge_windows, recovered, repetition, shown
-from edge0_lab.quality import quality, recovery_rows, shipped_quality, write_json
+from edge0_lab.measures import exact_answers, free_text, heldout_windows, judge_logits, judge_windows, recovered, repetition, with_solved
+from edge0_lab.quality import quality, recovery_rows, shipped_quality
 from edge0_lab.settings import tier
 from edge0_lab.student import Student
 from edge0_lab.tiny_corpus import TASKS, task_items
@@ -59,7 +59,7 @@ def test_exact_answers_are_greedy_answers(served):
     student, _ = served
     with Lab.open('tiny-sigmoid', kernel='ops') as lab:
         encode, run = lab.tokenizer.encode, RunConfig(k=4, prerouter=True, kernel='ops', decode='exact')
-        asked = [c for kind in TASKS for c, _ in shown(task_items(kind, 4, seed=9000), 2)]
+        asked = [c for kind in TASKS for c, _ in with_solved(task_items(kind, 4, seed=9000), 2)]
         greedy = [lab.tokenizer.decode(lab.generate(c, n, run, stop=()).tokens) for c, n in zip(asked, (3, 5, 2, 4, 3, 1))]
         keeps = [encode(g) for g in greedy]
         items = [(c, g) for c, g, t in zip(asked, greedy, keeps) if lab.generate(c, len(t), run, stop=()).tokens == t]   # answers that tokenise as they were made

@@ -19,11 +19,12 @@ from edge0_lab.cards import write_cards
 from edge0_lab.opd import OpdRun, train_opd
 from edge0_lab.order import heads_first
 from edge0_lab.prerouter import find_heads
-from edge0_lab.quality import quality, write_json, write_recovery
+from edge0_lab.quality import quality, write_recovery
 from edge0_lab.rowfiles import RowPlan, ship_rows, teacher_rows, weights_mark
 from edge0_lab.settings import tier
 from edge0_lab.sft import AdaptRun, train_sft
 from edge0_lab.tiny_corpus import TASKS, task_items
+from edge0_lab.writer import write_json
 
 CELLS = (('tiny-softmax', 4), ('tiny-sigmoid', 8), ('tiny-softmax', 2), ('tiny-sigmoid', 4), ('tiny-softmax', 8))
 SHIPPED_ROWS = 768
@@ -65,7 +66,7 @@ def compare(name, k, sft, opd):
         made('more sft', train_sft, replace(sft, rows=opd.rows*opd.passes, batch=opd.batch, lr=opd.lr, warmup=opd.warmup, seed=sft.seed + 1), plan=RowPlan(), start=start)
         made('opd alone', train_opd, replace(opd, lr=sft.lr, rows=4*opd.rows), start='nothing')
     report = quality(name, k, {}, arms, out='')
-    write_json(folder/f'phases_k{k}.json', report | dict(command='python tools/recover.py --compare', opd=asdict(opd), sft=asdict(sft)))
+    write_json(folder/f'phases_k{k}.json', report | dict(command='python tools/recover.py --compare', opd=asdict(opd), sft=asdict(sft)), indent=None)
 
 
 def run_cells(cells, jobs, words):
