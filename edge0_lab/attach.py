@@ -101,7 +101,7 @@ class Attached:
         label:str='',   # of the request it serves; '' by hand
     ):
         self.model, self.adapter, self.how, self.unmatched, self.label = model, adapter, how, unmatched, label
-        self.applied, self.layers, self.frozen = tuple(here for here, _ in found.values()), [], []
+        self.applied, self.layers, self.frozen, self.lows = tuple(here for here, _ in found.values()), [], [], {}
         for path, (_, m) in found.items():
             cls, entries, numbers = changed(path, m)
             was = type(m), {k: m.get(k) for k in entries}, {k: m.__dict__[k] for k in numbers}
@@ -120,6 +120,7 @@ class Attached:
         "Wear it."
         if worn(self.model) is not None: raise ValueError(f'adapter: the model wears {worn(self.model)!r} already; allowed: one at a time, detach_lora first')
         self._put(1)
+        for m, *_ in self.layers: m.__dict__['held_low'] = self.lows.setdefault(id(m), {})   # what a layer lays out stays with the adapter
         self.model.__dict__['worn_lora'] = self
         return self
 

@@ -20,6 +20,7 @@ from mlx_lm.utils import _get_classes
 
 from .settings import tier as _tier
 from .store import write_json, write_stream
+from .targets import is_target
 
 # %% ../nbs/16b_synth.ipynb #cell005
 _QWEN36 = dict(
@@ -170,22 +171,12 @@ def write_plan(
     return write_stream(path, [(n, _ST[t['dtype']], t['shape']) for n, t in tensors.items()], lambda n: fill(n, tensors[n]), metadata, align=8, resume=True)
 
 # %% ../nbs/16b_synth.ipynb #cell022
-_TARGETS = dict(qwen3_5_moe=('q_proj', 'k_proj', 'v_proj', 'o_proj', 'in_proj_qkv', 'in_proj_z', 'in_proj_b', 'in_proj_a', 'out_proj'),
-                bailing_hybrid=('q_proj', 'k_proj', 'v_proj', 'o_proj', 'kv_a_proj_with_mqa', 'dense'))
-
 def lora_targets(
-    config:dict, # as release_config gives it
     tensors:dict, # as plan gives them
-)->dict:         # module path -> (in, out)
+)->dict:          # module path -> (in, out)
     "Attention, linear attention and shared experts; never the routed experts."
-    allowed, out = _TARGETS[config['model_type']], {}
-    for name, t in tensors.items():
-        path, _, part = name.rpartition('.')
-        parts = path.split('.')
-        if part != 'weight' or t['role'] not in ('weight', 'plain') or len(t['shape']) != 2 or len(parts) < 2: continue
-        shared = any(p.startswith('shared_expert') for p in parts[:-1])
-        if shared or (parts[-2].endswith(('attn', 'attention')) and parts[-1] in allowed): out[path] = (t['fan_in'], t['shape'][0])
-    return out
+    matrices = {n.rpartition('.')[0]: t for n, t in tensors.items() if n.endswith('.weight') and t['role'] in ('weight', 'plain') and len(t['shape']) == 2}
+    return {path: (t['fan_in'], t['shape'][0]) for path, t in matrices.items() if is_target(path)}
 
 def _layers_with_experts(tensors):
     names = [n.split('.') for n in tensors if '.switch_mlp.' in n or '.experts.' in n]
@@ -269,7 +260,7 @@ def synth(
     tensors, quantization = plan(config, keys)
     dir = Path(dir); dir.mkdir(parents=True, exist_ok=True)
     head_tensors, own = head_plan(config, tensors, t.owners, t.head_hidden) if heads else ({}, [])
-    targets = lora_targets(config, tensors) if lora else {}
+    targets = lora_targets(tensors) if lora else {}
     groups = _shards(tensors, shard_bytes)
     names = [f'model-{i + 1:05d}-of-{len(groups):05d}.safetensors' for i in range(len(groups))] if len(groups) > 1 else ['model.safetensors']
     nest = lambda **v: {'__metadata__': json.dumps(v)}

@@ -31,7 +31,7 @@ def test_published_figures(name, size, targets, heads):
     config = release_config(name)
     tensors, quantization = plan(config)
     assert abs(plan_bytes(tensors)/size - 1) < 0.01
-    assert len(lora_targets(config, tensors)) == targets
+    assert len(lora_targets(tensors)) == targets
     assert len(tier(name).owners) == heads
     if name == 'edge0-35b': assert {v['bits'] for k, v in quantization.items() if isinstance(v, dict)} == {8}
 
