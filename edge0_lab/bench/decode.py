@@ -157,7 +157,7 @@ def bench_decode(
         elif part == 'stock': got = _beside_stock(few, k, steps, rounds, progress)
         elif part == 'trace': got = [trace_cost(t, dict(prerouter=False), 15, 24, progress) for t in tiny.split(',') if t] + ([trace_cost(few, dict(k=k, prerouter=False), 9, 10, progress)] if few else [])
         else: got = in_process(checkpoint, _schedules(checkpoint, k), steps, cold=True, limit=int(limit_gib*2**30))
-        report[part] = dict(command=f'{command} --parts {part}' + (f' --limit_gib {limit_gib:g}' if part == 'tight' else ''), got=got)
+        report[part] = dict(command=f'{command} --parts {part}' + (f' --limit-gib {limit_gib:g}' if part == 'tight' else ''), got=got)
         if out is not None: _written(out, report)
     return report
 
