@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from .columns import as_html
 from .controls import controls, default_values, run_of
 from .decode import Lab
-from .panel import GROUPS, STYLE, FigureTabs, TokenStrip, field
+from .panel import CONTROL_GROUPS, STYLE, FigureTabs, TokenStrip, field
 from .runs import compare_runs, open_run, run_record, save_run, saved_runs, token_rows
 from .settings import _live
 
@@ -72,7 +72,7 @@ def _wired(self:Dashboard, button, does):
 def _layout(self:Dashboard, known):
     "Controls on the left, what came of them on the right."
     left = []
-    for group, title in GROUPS.items(): left += [widgets.HTML(f'<b>{title}</b>'), *(self.fields[n] for n, c in known.items() if c.group == group)]
+    for group, title in CONTROL_GROUPS.items(): left += [widgets.HTML(f'<b>{title}</b>'), *(self.fields[n] for n, c in known.items() if c.group == group)]
     row = widgets.HBox([*(self.buttons[n] for n in ('run', 'stop')), self.progress, self.pin, self.folder, self.buttons['save'], self.buttons['open']], layout=dict(flex_flow='row wrap'))
     right = widgets.VBox([widgets.HTML(STYLE), row, self.said, self.strip.widget, self.detail, self.compared, self.figures.widget, self.report], layout=dict(flex='1 1 760px', min_width='0'))
     self.widget = widgets.HBox([widgets.VBox(left, layout=dict(flex='0 0 310px')), right], layout=dict(flex_flow='row wrap', align_items='flex-start'))

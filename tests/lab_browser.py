@@ -2,6 +2,7 @@
 import json, os, re, shutil, signal, socket, subprocess, sys, time
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -72,9 +73,10 @@ def lab(tmp, env=None):
     show = tmp/'home'/'show'                                       # stands for the desktop's browser: says what it is asked to open
     show.write_text('#!/bin/sh\necho "OPEN $1"\n')
     show.chmod(0o755)
-    options = f'--port={port} --IdentityProvider.token= --LabApp.news_url=None --ServerApp.use_redirect_file=False --expose-app-in-browser'
+    options = f'--port={port} --IdentityProvider.token= --LabApp.news_url=None --expose-app-in-browser'
     env = alone(tmp/'home') | dict(EDGE0_LAB_DATA=str(copy/'data'), BROWSER=str(show)) | (env or {})
-    with served(['make', 'lab', f'LAB={options}'], copy, env, r'OPEN (http\S+)') as url: yield url
+    with served(['make', 'lab', f'LAB={options}'], copy, env, r'OPEN file://(\S+)') as page:
+        yield re.search(r'href="(http[^"]+)"', Path(unquote(page)).read_text())[1]   # Jupyter shows a page that leads on
 
 
 @contextmanager
@@ -83,14 +85,17 @@ def page_at(url, width=1500, height=1300):
     from playwright.sync_api import sync_playwright
     wrong = []
     with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=chromium(), args=['--no-sandbox', '--disable-gpu'])
+        browser = p.chromium.launch(executable_path=chromium(), args=['--no-sandbox', '--disable-gpu', '--disable-breakpad', '--disable-crash-reporter'])
         page = browser.new_page(viewport=dict(width=width, height=height))
-        page.set_default_timeout(200_000)
+        page.set_default_timeout(300_000)
         page.on('pageerror', lambda e: wrong.append(f'page error: {e}'))
         page.on('requestfailed', lambda r: None if 'ERR_ABORTED' in (r.failure or '') else wrong.append(f'{r.failure}: {r.url}'))
         page.on('response', lambda r: wrong.append(f'{r.status}: {r.url}') if r.status >= 400 else None)
         page.goto(url)
         try: yield page, wrong
+        except BaseException:
+            if os.environ.get('EDGE0_LAB_SHOTS'): page.screenshot(path=os.environ['EDGE0_LAB_SHOTS'])   # what was on the screen when it failed
+            raise
         finally: browser.close()
 
 

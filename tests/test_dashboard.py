@@ -1,5 +1,6 @@
 "Every control of the dashboard does what it says: looked at in counters and in the trace, not in labels."
-import threading
+import shutil, threading
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from edge0_lab.controls import controls, default_values, run_of, values_of
 from edge0_lab.dashboard import Dashboard
 from edge0_lab.decode import Lab
+from edge0_lab.lora import Adapter, new_adapter, write_lora
 from edge0_lab.panel import FigureTabs
 from edge0_lab.probes import PROBES
 from edge0_lab.runconfig import DECODE_PATHS, LORAS, PREFILL_PATHS, PREROUTERS
@@ -88,14 +90,20 @@ def test_prerouter(dash, lab, who):
 def test_prerouter_menu(): assert [{'off': False, 'on': True}.get(w, w) for w in controls()['prerouter'].choices] == list(PREROUTERS)
 
 
-@pytest.mark.parametrize('lora', LORAS)
-def test_lora(dash, lab, plain, lora):
-    run = dash.run_now(lora=lora)
-    weights = lambda r: r.trace.weights[0, r.trace.layers[-1]]
-    assert run.values['lora'] == lora
-    if lora == 'off': assert (weights(run) == weights(plain)).all()
-    else: assert not np.array_equal(weights(run), weights(plain))
-    assert dash.run_now(lora='off').tokens == plain.tokens          # and nothing of it stays
+def test_lora(lab, tmp_path):
+    "An adapter in the checkpoint's folder: beside the weights or merged into them it moves the last layer's routing; off again, nothing of it stays."
+    for p in lab.loaded.path.iterdir():
+        if p.is_file(): shutil.copyfile(p, tmp_path/p.name)
+    for p in tmp_path.glob('lora_*'): p.unlink()
+    rng, new = np.random.default_rng(0), new_adapter(lab.loaded.model, r=4, alpha=8, seed=1)
+    write_lora(tmp_path/f'lora_k{lab.k}.safetensors', Adapter({path: (A, rng.normal(0, 0.05, B.shape).astype(np.float32)) for path, (A, B) in new.parts.items()}, r=4, alpha=8))
+    dash = Dashboard(str(tmp_path), max_tokens=N)
+    first, *worn, last = [dash.run_now(lora=w).trace for w in (*LORAS, 'off')]
+    assert len(worn) == len(LORAS) - 1 >= 2
+    weights = [t.weights[0, t.layers[-1]] for t in (first, *worn)]
+    for a, b in combinations(weights, 2): assert not np.array_equal(a, b)
+    assert (last.weights == first.weights).all() and (last.chosen == first.chosen).all()
+    dash.close()
 
 
 def test_cache(dash):

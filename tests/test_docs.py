@@ -29,3 +29,10 @@ def test_broken_links_and_foreign_scripts_are_found(tmp_path):
     wrong = docs.check(tmp_path)
     assert sum('leads nowhere' in w for w in wrong) == 2 and sum('not offline' in w for w in wrong) == 1 and sum('no such place' in w for w in wrong) == 1
     assert docs.check(tmp_path/'nothing')
+
+
+def test_every_relative_link_of_the_readme_leads_somewhere(root):
+    import re
+    to = re.findall(r'\]\(([^)#]+)', (root/'README.md').read_text(encoding='utf8'))
+    inside = [t for t in to if '://' not in t]
+    assert len(inside) >= 10 and [t for t in inside if not (root/t).exists()] == []
