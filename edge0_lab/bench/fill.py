@@ -152,8 +152,8 @@ def bookkeeping(
     cache = LruCache(store, Arena(store.spec(0), 2*k*len(layers)), threads=2)
     path = Staged(Stage(cache), kernel, predicted=layers)
     path._glu = lambda cache, layer, x, stack, slots, held: (cache.arena.reading(y, held) if path.lazy else None, y)[1]
-    x, sets = mx.zeros((1, store.spec(0).D)), [list(range(k)), list(range(k, 2*k))]
-    device = [mx.array([s]) for s in sets]
+    x, sets = mx.zeros((1, store.spec(0).D)), [np.arange(k)[None], np.arange(k, 2*k)[None]]
+    device = [mx.array(s) for s in sets]
     mx.eval(x, y, device)
     us = []
     for t in range(steps + 4):
@@ -241,17 +241,17 @@ def bench_fill(
     return result
 
 def _measure(stores, k, rounds, rng):
+    books = {f'{kernel}, {what}': [] for kernel in ('kernel', 'ops') for what in ('unchanged', 'swapped')}
+    for _ in range(rounds):
+        for name, turns in books.items():
+            kernel, what = name.split(', ')
+            turns.append(round(bookkeeping(stores['small'], kernel, what == 'unchanged', k), 1))
     big, total = stores['big'], stores['big'].spec(0).total
     rows = [np.zeros(n, np.uint8) for n in big.spec(0).nbytes]
     for e in range(big.E(0)): big.read_into(0, e, rows) # warm
     fills, held = run_fills(big, k, rounds, rng=rng), held_memory(big, k)
     ms = {arm_name(*a): round(statistics.median(v['ms']), 3) for a, v in fills.items()}
     over = {f'{busy:g} ms': {t: round(overlapped(big, t, busy, k), 3) for t in ('worker', 'main')} for busy in (0, 2, 4)}
-    books = {f'{kernel}, {what}': [] for kernel in ('kernel', 'ops') for what in ('unchanged', 'swapped')}
-    for _ in range(rounds):
-        for name, turns in books.items():
-            kernel, what = name.split(', ')
-            turns.append(round(bookkeeping(stores['small'], kernel, what == 'unchanged', k), 1))
     return dict(fill_ms=ms, fill_rounds={arm_name(*a): [round(m, 3) for m in v['ms']] for a, v in fills.items()},
                 bytes={arm_name(*a): dict(read=v['bytes_read'], needed=v['needed'], loads=v['loads']) for a, v in fills.items()},
                 held={arm_name(*a): {n: round(x, 4) for n, x in v.items()} for a, v in held.items()},
