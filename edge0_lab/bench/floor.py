@@ -200,7 +200,7 @@ def bench_floor(
     theirs = {'mlx-lm modules': their_floor(Path(checkpoint)), 'mlx-lm modules, linear layers compiled': their_floor(Path(checkpoint), True)}
     splits = {n: [] for n in (*ATTEMPTS, *theirs)}
     with Lab.open(checkpoint) as lab:
-        run = RunConfig(k=k, prerouter=False, trace=False)
+        run = RunConfig(k=k, prefill='exact', prerouter=False, trace=False)
         def kept(name, f):
             def g():
                 t = f()
