@@ -176,12 +176,12 @@ sys.path.insert(0, {tests!r})
 import edge0_lab, mlx.core as mx, numpy as np
 from pathlib import Path
 from test_distill import drawn, heads_for
-from edge0_lab.distill import HeadRun, fit_heads, _exchange
+from edge0_lab.distill import HeadRun, fit_heads, exchange
 from dataclasses import replace
 group = mx.distributed.init(strict=True, backend='ring')
 seen = drawn()
 share = replace(seen, h=seen.h[:, group.rank()::2], ids=seen.ids[:, group.rank()::2], logits=seen.logits[:, group.rank()::2])
-whole = _exchange(share, group)
+whole = exchange(share, group)
 same = all((getattr(whole, n) == getattr(seen, n)).all() for n in ('h', 'ids', 'logits'))
 heads, curve = fit_heads(whole, heads_for(seen), HeadRun(steps=8, batch=16), group=group)
 if group.rank() == 0: Path({out!r}).write_text(json.dumps(dict(size=group.size(), same=bool(same), curve=curve, fc2=heads.part(1, 'fc2').tolist())))
@@ -210,8 +210,8 @@ def test_a_tier_from_text_to_file(tmp_path, monkeypatch):
     corpus = Corpus({'train/a': rng.integers(0, 4096, 400), 'heldout/a': rng.integers(0, 4096, 200)})
     go = lambda name: train_heads('tiny-sigmoid', 4, windows=2, T=16, heldout=1, run=HeadRun(steps=3, batch=8), corpus=corpus, out=tmp_path/name, progress=False)
     log = go('prerouter_k4.safetensors')
-    import edge0_lab.distill as room
+    import edge0_lab.states as room
     monkeypatch.setattr(room, 'collect', lambda *a, **k: pytest.fail('collected again'))
     again = go('again.safetensors')
     assert log == again and (tmp_path/'prerouter_k4.safetensors').read_bytes() == (tmp_path/'again.safetensors').read_bytes()
-    assert set(log['heldout_text']) == {'previous', 'next-gate', 'trained'} and len(log['heldout_text']['trained']) == len(t.owners)
+    assert set(log['heldout_text']) == {'previous', 'next-gate', 'first half', 'trained'} and len(log['heldout_text']['trained']) == len(t.owners)
