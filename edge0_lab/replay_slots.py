@@ -7,6 +7,7 @@ __all__ = ['Held', 'ReplaySlots', 'ReplayPaths', 'replay_run']
 
 # %% ../nbs/12b_replay_slots.ipynb #cell002
 from collections import OrderedDict, defaultdict, deque
+from functools import partial
 from types import SimpleNamespace
 
 import edge0_lab
@@ -80,7 +81,7 @@ def _room(self:ReplaySlots, ahead):
 def _find(self:ReplaySlots):
     if len(self.held) + len(self.idle) < self.capacity: return True
     if not self.idle: return False
-    key = next(iter(self.idle)) if self.policy is None else self.policy.victim(list(self.idle))
+    key = next(iter(self.idle)) if self.policy is None else self.policy.victim(self.idle)
     del self.idle[key]
     self.evictions += 1
     self.unused += key in self.fresh
@@ -114,7 +115,7 @@ class ReplayPaths:
         per_layer=0,  # hot experts of a layer
     ):
         self.slots, self.per_layer, self.hot, self.rows, self.clock, self.fallbacks = slots, per_layer, defaultdict(OrderedDict), {}, 0, 0
-        for s in {id(s): s for s in slots.values()}.values(): s.shedders += [self._shed_stage, self._shed_hot]
+        for s in {id(s): s for s in slots.values()}.values(): s.shedders += [partial(self._shed_stage, s), partial(self._shed_hot, s)]
 
     def exact(self, layer, ids, hot=False):
         "(loads, hits, covered) of one call."
@@ -136,10 +137,10 @@ class ReplayPaths:
             hot.move_to_end(key)
         while len(hot) > self.per_layer: slots.drop(hot.popitem(last=False)[0])
 
-    def _shed_hot(self, force):
-        layer = max(self.hot, key=lambda l: len(self.hot[l]), default=None)
+    def _shed_hot(self, slots, force):
+        layer = max((l for l in self.hot if self.slots[l] is slots), key=lambda l: len(self.hot[l]), default=None)
         if not force or layer is None or not self.hot[layer]: return False
-        self.slots[layer].drop(self.hot[layer].popitem(last=False)[0])
+        slots.drop(self.hot[layer].popitem(last=False)[0])
         return True
 
 # %% ../nbs/12b_replay_slots.ipynb #cell011
@@ -215,15 +216,16 @@ def _demand(self:ReplayPaths, row, slots, layer, ids):
     return lease
 
 @patch
-def _shed_stage(self:ReplayPaths, force):
+def _shed_stage(self:ReplayPaths, slots, force):
     "The longest unused set without a promise; by force, the latest promise of the layer used last."
-    spare = [r for r in self.rows.values() if r.now is not None and not r.queue]
+    mine = [r for l, r in self.rows.items() if self.slots[l] is slots]
+    spare = [r for r in mine if r.now is not None and not r.queue]
     if spare:
         row = min(spare, key=lambda r: r.used)
         old, row.now = row.now, None
         self._unuse(old)
         return True
-    spare = [r for r in self.rows.values() if r.queue] if force else []
+    spare = [r for r in mine if r.queue] if force else []
     if spare: self._unuse(max(spare, key=lambda r: r.used).queue.pop()[0])
     return bool(spare)
 

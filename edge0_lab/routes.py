@@ -142,7 +142,10 @@ def _grid(table, names, rest, refuse):
     start, line = np.flatnonzero(new), np.arange(len(table)) + 2
     counts = np.diff(start, append=len(table))
     L = int(np.bincount(counts).argmax())                              # most tokens are whole
-    layers = layer[(first := start[np.argmax(counts == L)]):first + L]
+    whole = start[counts == L]
+    kinds, which, often = np.unique(layer[whole[:, None] + np.arange(L)], axis=0, return_inverse=True, return_counts=True)
+    layers = kinds[often.argmax()]
+    first = whole[np.argmax(which.reshape(-1) == often.argmax())]
     dup = [i for i in range(L) if layers[i] in layers[:i]]
     if dup: refuse(line[first + dup[0]], 'layer', f'{layers[dup[0]]} a second time for one token')
     nth = np.arange(len(table)) - np.repeat(start, counts)
@@ -165,11 +168,11 @@ def read_routes(
     path = Path(path)
     def refuse(row, column, what): raise ValueError(f'{path.name}: row {row}, column {column}: {what}') from None
     try:
-        with open(path, newline='', encoding='utf8') as f: header = next(csv.reader(f), [])
+        with open(path, newline='', encoding='utf8') as f: header, more = next(csv.reader(f), []), bool(f.readline().strip())
     except (UnicodeDecodeError, csv.Error) as e: refuse(1, 1, f'not a CSV ({e})')
     at, rest, names = _columns(header, refuse)
     table = None
-    if len(rest) > 1:
+    if len(rest) > 1 and more:
         try: table = np.loadtxt(path, np.int64, delimiter=',', skiprows=1, ndmin=2, usecols=at + rest)
         except ValueError: table = None  # the slow way names the place
     if table is None or not len(table): table = _by_hand(path, at, rest, names, refuse)
@@ -204,13 +207,15 @@ def tier_routes(
     name:str,            # tier
     k:int=None,          # experts per token; None: as it is served
     prerouter=False,     # who routes the consumers, as in RunConfig
-    windows:int=None,    # the first so many; None: all
+    windows:int=None,    # of each domain, the first so many; None: all
     ids:str='ids',       # executed, or 'native_ids': the gate's own
 )->Routes:               # a request per window
     "The same windows through the model, teacher forced at one k."
     from tqdm import tqdm
     from edge0_lab.decode import Lab, RunConfig
-    with np.load(_text_of(name)) as z: tokens, domain = z['tokens'][:windows], z['domain'][:windows]
+    with np.load(_text_of(name)) as z: tokens, domain = z['tokens'], z['domain']
+    first = np.array([(domain[:i] == d).sum() for i, d in enumerate(domain)])
+    tokens, domain = (a[first < (windows or len(a))] for a in (tokens, domain))
     with Lab.open(name) as lab:
         k, got, told = k or lab.k, [], []
         for row in tqdm(tokens, f'{name}, k {k}', disable=None):
