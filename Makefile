@@ -5,7 +5,7 @@ BIN = .venv/bin
 SETUP = $(PYTHON) tools/setup.py
 STAMPS = pyproject.toml tools/setup.py
 
-.PHONY: demo test lab docs pictures clean
+.PHONY: demo test lab docs pictures soak gpu-check clean
 demo: .make/base
 	$(BIN)/edge0-lab demo
 
@@ -23,11 +23,19 @@ docs: .make/base .make/dev
 pictures: .make/base .make/dev .make/lab .make/browser
 	$(BIN)/python tools/pictures.py
 
-.make/base .make/dev .make/lab .make/train .make/browser: $(STAMPS)
+# Hours: fuzzing, long runs, faults by chance. Can be stopped and goes on; out/soak/summary.txt says what was held, survived and lost.
+soak: .make/base .make/dev .make/soak
+	$(BIN)/python tests/soak/run.py
+
+# What neither Metal nor CUDA has seen yet: the doctor with its file to send back (out/gpu-check.json), and every page on the GPU.
+gpu-check: .make/base .make/dev
+	$(BIN)/python tests/soak/gpu_check.py
+
+.make/base .make/dev .make/lab .make/train .make/browser .make/soak: $(STAMPS)
 	@mkdir -p .make
 	$(SETUP) $(@F)
 	@touch $@
-.make/dev .make/lab .make/train .make/browser: .make/base
+.make/dev .make/lab .make/train .make/browser .make/soak: .make/base
 
 clean:
 	rm -rf .make build dist _docs _proc .pytest_cache

@@ -107,7 +107,7 @@ def check_memory()->list:
     out = [line('memory', 'ok' if least > 2 << 30 else 'warning', f'{size_text(m.total)}, free: ' + ', '.join(f'{n} {size_text(v)}' for n, v in free.items()),
                 '' if least > 2 << 30 else 'close other programs; every free byte becomes page cache for experts')]
     if swap.used > 1 << 30: out.append(line('memory', 'warning', f'{size_text(swap.used)} are swapped out', 'timings now are those of the swap; close programs and measure again'))
-    kept = 'as MLX has it (EDGE0_MLX_LIMITS=off)' if lim['policy'] == 'off' else f"{size_text(lim['cache'])} of freed memory kept (1/32 of the machine, 64 MiB to 1 GiB)"
+    kept = 'as MLX has it (EDGE0_MLX_LIMITS=off)' if lim['policy'] == 'off' else f"{size_text(lim['cache'])} of freed memory kept at most (1/32 of the machine, 64 MiB to 1 GiB; {size_text(mx.get_cache_memory())} now)"
     wired = f"{size_text(lim['wired'])} wired (the driver's working set)" if lim['wired'] else 'nothing wired (only Metal can)'
     return out + [line('limits', 'ok', f"MLX: {kept}, {wired}, memory limit {size_text(lim['memory'])}")]
 

@@ -44,7 +44,9 @@ def device_memory()->int: # bytes; 0 on a CPU
     return int(about.get('max_recommended_working_set_size') or about.get('total_memory') or about.get('memory_size') or 0)
 
 # %% ../nbs/00c_limits.ipynb #cell007
-def size_text(n)->str: return f'{n/2**30:.2f} GiB' if n >= 2**30 else f'{n/2**20:.1f} MiB'
+def size_text(n)->str:
+    "Bytes as text."
+    return f'{n/2**30:.2f} GiB' if n >= 2**30 else f'{n/2**20:.1f} MiB' if n >= 2**20 else f'{n/2**10:.1f} KiB'
 
 def need_memory(
     nbytes:int,     # about to be allocated

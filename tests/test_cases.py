@@ -2,6 +2,8 @@
 import ast, os
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 TABLE = HERE/'cases.md'
 CASES = {
@@ -33,6 +35,21 @@ def table():
     return head + '| case | what went wrong | tests |\n|---|---|---|\n' + ''.join(f"| {n} | {what} | {', '.join(got.get(n, ['MISSING']))} |\n" for n, what in CASES.items())
 
 
+@pytest.mark.case(37)
+@pytest.mark.parametrize('name', ['memory_split', 'slot_table', 'expert_map', 'hit_rates'])
+def test_a_static_picture_can_stand_beside_a_figure(name, tmp_path):
+    "Outside JupyterLab a plotly figure is blank: each kind of probe becomes a picture with something on it, and a table of text."
+    import edge0_lab
+    from PIL import Image
+    from edge0_lab.columns import as_text, save_png
+    from edge0_lab.probes import PROBES
+    from edge0_lab.settings import data_path
+    from edge0_lab.trace import Trace
+    trace = Trace.load(data_path('traces', 'tiny-softmax-staged.npz'))
+    with Image.open(save_png(PROBES[name](trace), tmp_path/'p.png')) as im: assert im.width >= 700 and len(im.convert('RGB').getcolors(1 << 20)) > 20
+    assert len(as_text(PROBES[name].table(trace), 5).splitlines()) >= 3
+
+
 def test_every_case_has_a_test():
     got = marked()
     assert sorted(CASES) == list(range(1, 41))
@@ -48,4 +65,5 @@ if __name__ == '__main__':
     part = TABLE.with_name('cases.md.part')
     part.write_text(table(), encoding='utf8')
     os.replace(part, TABLE)
-    print([n for n in CASES if n not in marked()] or 'every case has a test')
+    missing = set(CASES) - set(marked())
+    print(sorted(missing) or 'every case has a test')

@@ -1,9 +1,10 @@
-"""Set-up for the Makefile: `python tools/setup.py base|lab|dev|train|browser`. Standard library only.
+"""Set-up for the Makefile: `python tools/setup.py base|lab|dev|train|soak|browser`. Standard library only.
 
 base     .venv with edge0_lab (editable) and a fast BLAS on Linux
 lab      JupyterLab
 dev      what tests and pages need
 train    torch and transformers in .venv-train, for the recipe of the tiny tiers; skipped with the reason where pip would bring a CUDA build
+soak     atheris, the coverage-guided fuzzer; where it does not install, `make soak` mutates without coverage and says so
 browser  Debian's Chromium through apt-get when root; skipped with the reason elsewhere
 """
 import json, os, platform, shutil, subprocess, sys, tempfile
@@ -65,7 +66,12 @@ def browser():
     if not any(map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))): apt_install('chromium', 'fonts-dejavu-core')
 
 
+def soak():
+    try: pip('.venv', 'install', '-q', '--only-binary', ':all:', 'atheris>=3')
+    except subprocess.CalledProcessError: print('setup: atheris did not install here; make soak will mutate without coverage')
+
+
 if __name__ == '__main__':
-    steps = dict(base=base, lab=lab, dev=dev, train=train, browser=browser)
+    steps = dict(base=base, lab=lab, dev=dev, train=train, soak=soak, browser=browser)
     if len(sys.argv) != 2 or sys.argv[1] not in steps: sys.exit(__doc__)
     steps[sys.argv[1]]()
