@@ -18,16 +18,15 @@ import numpy as np
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
-from .. import exact, executors, onerow, resident
+from .. import deltas, exact, executors, onerow, products, resident
 from .paired import Turn, compared, paired, shown
 from ..blocks import MoEBlock
-from ..cache import LruCache
 from ..decode import Lab, RunConfig, Session
 from ..models import load_model
 from ..onerow import RowAttention, _RowLayer, make_onerow
 from ..pool import pool
 from ..resident import FusedGatedDelta
-from ..stage import Stage
+from ..slots import LruCache, Stage
 
 # %% ../../nbs/13i_bench_floor.ipynb #cell005
 class Ledger:
@@ -80,7 +79,7 @@ def booked(
             return g(*a)
         return h
     places = [(pool(), 'run', 'kernel'), (LruCache, 'wait', 'read'), (executors.Staged, '__call__', 'ours'), (exact.Exact, '__call__', 'ours'), (Session, '_route', 'ours'),
-              (Session, '_observe', 'ours'), (Stage, 'fill', 'ours'), (Session, '_read', read), (resident, 'rows_of', evaluating), (onerow, 'rows_of', evaluating), (executors, 'host_ids', evaluating), (exact, 'host_ids', evaluating)]
+              (Session, '_observe', 'ours'), (Stage, 'fill', 'ours'), (Session, '_read', read), *((module, 'rows_of', evaluating) for module in (products, deltas, resident, onerow)), (executors, 'host_ids', evaluating), (exact, 'host_ids', evaluating)]
     with ExitStack() as stack:
         for owner, name, how in places:
             old, own = getattr(owner, name), name in vars(owner)

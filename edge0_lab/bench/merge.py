@@ -20,7 +20,7 @@ from ..distill import Corpus, Dequantised
 from ..int4 import QTensor, dequantize, quantize
 from ..lora import GRIDS, Adapter, dense_base, detach_lora, lora_paths, merge_lora, merge_of, merged_tensor, new_adapter, read_lora, steps_of, survival, worn
 from ..models import load_model
-from ..store import Checkpoint
+from ..store import Checkpoint, write_json
 from ..targets import RELEASED, linears_of
 
 # %% ../../nbs/13g_bench_merge.ipynb #cell006
@@ -176,10 +176,7 @@ def bench_merge(
     names, report = [t.strip() for t in tiers.split(',')], dict(schema=1, command=f'edge0-lab bench merge --tiers {tiers} --windows {windows} --tokens {tokens} --sizes {sizes}', paper=dict(attention=0.34, dense=0.02, logits=0.18), tiers={})
     for name in names:
         with Lab.open(name) as lab: report['tiers'][name] = _tier_report(lab, windows, tokens, [float(s) for s in sizes.split(',')])
-    if out:
-        part = Path(f'{out}.part')
-        part.write_text(json.dumps(report, indent=1) + '\n')
-        part.replace(out)
+    if out: write_json(Path(out), report)
     return report
 
 def shipped(folder)->dict: # name -> Adapter
