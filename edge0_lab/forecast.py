@@ -113,7 +113,9 @@ def shape_of_config(
             layers.setdefault(at, []).append((m.weight.shape[0], n))
         elif isinstance(m, (nn.Embedding, nn.QuantizedEmbedding)): tables += n
     if not layers: raise ValueError(f'config.json: {config["model_type"]} as configured has no routed experts; allowed: a mixture of experts')
-    experts, total = sum(n for v in layers.values() for _, n in v), sum(a.nbytes for _, a in tree_flatten(model.parameters()))
+    exact = getattr(model, 'cast_predicate', lambda name: True)          # what a family keeps in float32
+    size = lambda name, a: a.nbytes*(2 if a.dtype == mx.bfloat16 and not exact(name) else 1)
+    experts, total = sum(n for v in layers.values() for _, n in v), sum(size(n, a) for n, a in tree_flatten(model.parameters()))
     tied = text.get('tie_word_embeddings', config.get('tie_word_embeddings', False))
     mla = {n: text[n] for n in ('kv_lora_rank', 'qk_rope_head_dim', 'qk_nope_head_dim', 'v_head_dim', 'num_attention_heads') if text.get(n)} if text.get('kv_lora_rank') else None
     return Shape(name or config['model_type'], config['model_type'], len(layers), max(v[0][0] for v in layers.values()), _per_token(config), max(sum(n//e for e, n in v) for v in layers.values()),
