@@ -53,7 +53,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'edge0_lab.attach._thaw': ('attach.html#_thaw', 'edge0_lab/attach.py'),
                                   'edge0_lab.attach.adapter_of': ('attach.html#adapter_of', 'edge0_lab/attach.py'),
                                   'edge0_lab.attach.attach_lora': ('attach.html#attach_lora', 'edge0_lab/attach.py'),
-                                  'edge0_lab.attach.beside': ('attach.html#beside', 'edge0_lab/attach.py'),
+                                  'edge0_lab.attach.beside_base': ('attach.html#beside_base', 'edge0_lab/attach.py'),
                                   'edge0_lab.attach.dense_base': ('attach.html#dense_base', 'edge0_lab/attach.py'),
                                   'edge0_lab.attach.detach_lora': ('attach.html#detach_lora', 'edge0_lab/attach.py'),
                                   'edge0_lab.attach.layer_class': ('attach.html#layer_class', 'edge0_lab/attach.py'),

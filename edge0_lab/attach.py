@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LoraLinear', 'LoraRows', 'low_of', 'layer_class', 'targets_in', 'Attached', 'worn', 'detach_lora', 'prepare',
-           'beside', 'attach_lora', 'adapter_of', 'dense_base', 'wear_lora']
+           'beside_base', 'attach_lora', 'adapter_of', 'dense_base', 'wear_lora']
 
 # %% ../nbs/07c_attach.ipynb #cell003
 import difflib, functools
@@ -167,7 +167,7 @@ def prepare(
     finally:
         if now is not None: now._put(1)
 
-def beside(
+def beside_base(
     adapter:Adapter,
     dtype=None, # of A and B; None: as they are
 ):              # for `prepare`
@@ -184,7 +184,7 @@ def attach_lora(
     strict:bool=True,     # False: targets the model lacks are counted, not refused
 )->Attached:
     "An adapter beside untouched weights; everything fits or nothing is changed."
-    at = prepare(model, adapter, 'trainable' if trainable else 'unmerged', beside(adapter, np.float32 if trainable else None), strict).on()
+    at = prepare(model, adapter, 'trainable' if trainable else 'unmerged', beside_base(adapter, np.float32 if trainable else None), strict).on()
     if trainable:
         at.frozen = [(m, set(m._no_grad)) for m in model.modules()]
         model.freeze()

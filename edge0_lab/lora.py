@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 from .adapters import Adapter, find_lora, read_lora, write_lora
-from .attach import Attached, LoraLinear, adapter_of, attach_lora, beside, dense_base, detach_lora, layer_class, prepare, targets_in, wear_lora, worn
+from .attach import Attached, LoraLinear, adapter_of, attach_lora, beside_base, dense_base, detach_lora, layer_class, prepare, targets_in, wear_lora, worn
 from .int4 import QTensor, dequantize, floats, host, pack, quantize, relative_l2
 from .rows import supported
 from .targets import KINDS, kind_of, lora_paths, new_adapter
@@ -115,7 +115,7 @@ def prepare_lora(
     label:str='',          # of the request it is for; '' by hand
 )->Attached:               # for `wear_lora`; nothing is changed yet
     "An adapter in any form, ready to be worn."
-    if how == 'unmerged': return prepare(model, adapter, how, beside(adapter), label=label)
+    if how == 'unmerged': return prepare(model, adapter, how, beside_base(adapter), label=label)
     if how not in ('requantised', 'dequantised'): raise ValueError(f'how: {how!r}; allowed: unmerged, requantised, dequantised')
     at = prepare(model, adapter, how, _merged(adapter, how, bits, group_size, grid), label=label)
     mx.eval([list(v for v in new[1].values() if v is not None) for _, _, new in at.layers])
