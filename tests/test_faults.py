@@ -77,9 +77,8 @@ def overlapping(d, f):
 def swapped_names(d, f):
     "Two tensors of different shape exchange their names."
     def change(head):
-        names = [k for k in head if k.endswith('scales') and 'switch_mlp' in k]
-        a = names[0]
-        b = next(n for n in names if head[n]['shape'] != head[a]['shape'])
+        a = next(k for k in head if k.endswith('scales') and 'switch_mlp' in k)
+        b = a.replace('scales', 'weight')
         head[a], head[b] = head[b], head[a]
     rewrite_header(f, change)
 

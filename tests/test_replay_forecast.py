@@ -111,6 +111,10 @@ def test_speed_is_arithmetic_where_nothing_is_read():
     assert (_spread(0.3, 10, 10).sum(), _spread(2.0, 3, 4).tolist()) == (30, [[2]*4]*3)
 
 
+CURVES = pytest.mark.skipif(not data_path('curves', 'tiny-sigmoid-k8.csv').exists(), reason='data/curves lacks tiny-sigmoid-k8.csv: edge0-lab replay curves')
+
+
+@CURVES
 def test_the_band_uses_the_nearest_ratio():
     assert hit_band(0.3, 8, 256) == hit_band(0.3, 2, 64) and hit_band(0.3, 8, 64) == hit_band(0.3, 32, 256)
     assert hit_band(0., 8, 256)[0] == 0
@@ -123,6 +127,7 @@ def test_mla_gives_back(big):
     assert small.mla['kv_lora_rank'] == 512 and forecast(small, host=HOST)['mla']['other'] > small.kv_token
 
 
+@CURVES
 def test_the_command(capsys):
     assert main(['forecast', str(data_path('tiny-softmax')), '--ram', '4', '--ssd', '2']) == 0
     said = capsys.readouterr().out
