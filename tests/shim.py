@@ -37,7 +37,7 @@ static void write_step(int mine) {
 static int fault(void) {
     if (!every || __sync_add_and_fetch(&seen, 1) % every) return 0;
     __sync_add_and_fetch(&hit, 1);
-    if (kind == 3) { struct timespec t = {0, 20000000}; nanosleep(&t, 0); return 0; }
+    if (kind == 3) { struct timespec t = {0, 4000000}; nanosleep(&t, 0); return 0; }
     if (kind == 1) errno = EIO;
     if (kind == 4) errno = EINTR;
     return kind;

@@ -143,7 +143,7 @@ def test_a_file_that_changes_under_a_running_request(copy, original, fault, surv
                 for p in s: got.append(p.token)
                 tokens(lab, run)                                     # everything needed was in slots: then the next request says it
             assert f.name in str(e.value) and got == want[:len(got)]
-            assert lab.loaded.serving is None
+            assert lab.loaded.__dict__.get('serving') is None
     f.unlink(missing_ok=True)
     shutil.copy(weights(original[0]), f)
     same_as_fresh(d, want)
@@ -231,17 +231,17 @@ def test_ctrl_c_in_every_phase(original, phase, decode):
     d, want = original
     run = RunConfig(decode=decode, trace=False, **FEW)
     def walk(lab):
-        with lab.walk(PROMPT, 400, run) as w: w.finish()
+        with lab.walk(PROMPT, 40, run) as w: w.finish()
     with Lab.open(d) as lab:
-        long = (PROMPT*60)[:250]
-        work = dict(prefill=lambda: lab.generate(long, 0, RunConfig(decode=decode, prefill_chunk=8, trace=False, **FEW), stop=()), decode=lambda: tokens(lab, run, 600), score=lambda: lab.logits(long, RunConfig(prefill_chunk=8, trace=False)), walk=lambda: walk(lab))[phase]
+        long = (PROMPT*30)[:100]
+        work = dict(prefill=lambda: lab.generate(long, 0, RunConfig(decode=decode, prefill_chunk=8, trace=False, **FEW), stop=()), decode=lambda: tokens(lab, run, 120), score=lambda: lab.logits(long, RunConfig(prefill_chunk=8, trace=False)), walk=lambda: walk(lab))[phase]
         tokens(lab, run)
         start = time.perf_counter()
         work()
         took, came = time.perf_counter() - start, 0
         for part in (.05, .3, .6):
             came += interrupted(work, took*part)
-            assert lab.loaded.serving is None and lab._walk is None
+            assert lab.loaded.__dict__.get('serving') is None and lab._walk is None
             assert tokens(lab, run) == want
         assert came >= 1
         gc.collect()
@@ -256,12 +256,12 @@ def test_stop_in_prefill_and_decode(original):
             s = lab.stream(PROMPT, 50, RunConfig(**FEW), stop=())
             for _ in range(n): next(s)
             s.close()
-            assert lab.loaded.serving is None and tokens(lab) == want
+            assert lab.loaded.__dict__.get('serving') is None and tokens(lab) == want
         s = lab.stream(PROMPT, 50, RunConfig(**FEW), stop=())
         next(s)
         del s
         gc.collect()
-        assert lab.loaded.serving is None and tokens(lab) == want
+        assert lab.loaded.__dict__.get('serving') is None and tokens(lab) == want
 
 
 # --- memory, processes, threads ---
