@@ -71,6 +71,7 @@ def decode_steps(open_lab, wanted, seed=0, done=0, sample=20, heads=()):
                 a.close(); b.close()
                 assert a.out.counters['decode']['drops'] == b.out.counters['decode']['drops'] == 0
                 n += 2*len(pairs)
+                del a, b
             out = tried(lab, prompt, run, length)
             seen['requests'] += 1
             if out is None: seen['refused'] += 1
@@ -107,6 +108,7 @@ def a_then_b(open_lab, wanted, seed=0, done=0, heads=()):
                     try:
                         for _ in s: continue
                     except (ReadError, CheckpointError, OSError): s.close()
+            s = None                                                  # an ended request's logits are its holder's, not the lab's
             got = first(lab)
             assert got[0] == want[0] and (got[1] == want[1]).all(), (n, a, prompt)
             yield dict(done=n + 1, vitals=vitals() if n % 25 == 0 else None)
