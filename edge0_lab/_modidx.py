@@ -2037,4 +2037,5 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'edge0_lab.writer._put': ('writer.html#_put', 'edge0_lab/writer.py'),
                                   'edge0_lab.writer.file_head': ('writer.html#file_head', 'edge0_lab/writer.py'),
                                   'edge0_lab.writer.write_json': ('writer.html#write_json', 'edge0_lab/writer.py'),
-                                  'edge0_lab.writer.write_stream': ('writer.html#write_stream', 'edge0_lab/writer.py')}}}
+                                  'edge0_lab.writer.write_stream': ('writer.html#write_stream', 'edge0_lab/writer.py'),
+                                  'edge0_lab.writer.write_text': ('writer.html#write_text', 'edge0_lab/writer.py')}}}

@@ -6,11 +6,12 @@
 __all__ = ['NEEDED', 'card_of', 'card_text', 'write_cards']
 
 # %% ../nbs/11b_cards.ipynb #cell003
-import csv, json, os
+import csv, json
 from pathlib import Path
 
 from .rowfiles import weights_mark
 from .settings import data_path, tier as _tier
+from .writer import write_text
 
 # %% ../nbs/11b_cards.ipynb #cell005
 def card_of(
@@ -60,7 +61,5 @@ def write_cards(
     folder = _tier(tier).checkpoint
     files = [f for f in sorted([*folder.glob('prerouter_*.safetensors'), *folder.glob('lora_*.safetensors')]) if f.with_suffix('.json').exists()]
     out = Path(out) if out else folder/'CARDS.md'
-    part = out.with_suffix('.part')
-    part.write_text(f'# {tier}: heads and adapters\n\nMade by `python tools/recover.py --cards` from the logs beside the files.\n\n' + '\n'.join(card_text(f) for f in files))
-    os.replace(part, out)
+    write_text(out, f'# {tier}: heads and adapters\n\nMade by `python tools/recover.py --cards` from the logs beside the files.\n\n' + '\n'.join(card_text(f) for f in files))
     return out

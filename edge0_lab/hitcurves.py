@@ -7,7 +7,7 @@ __all__ = ['ONE_PASS', 'FIELDS', 'lru_distances', 'priority_distances', 'priorit
            'read_curve']
 
 # %% ../nbs/12d_hitcurves.ipynb #cell002
-import csv, ctypes, functools, io, os
+import csv, ctypes, functools, io
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from .pool import cores
 from .routes import Routes, iid_routes, shuffled_routes
 from .settings import data_path
 from .vector import Compiled, Function, at, call, const, i64, int_, load, loop, new_module, ptr
+from .writer import write_text
 
 # %% ../nbs/12d_hitcurves.ipynb #cell007
 def _word(b, p, i, t=64): return load(b, at(b, p, b.mul(i, i64(t//8))), int_(t), t//8)
@@ -262,9 +263,7 @@ def write_rows(
     csv.writer(text, lineterminator='\n').writerows([fields, *rows])
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + '.part')
-    part.write_text(text.getvalue())
-    os.replace(part, path)
+    write_text(path, text.getvalue())
     return path
 
 def read_curve(

@@ -34,6 +34,7 @@ _all_ = ['batch_recall', 'batch_replay', 'batch_speed', 'distinct_experts', 'mar
          'forecast_text', 'shape_of', 'shape_of_config', 'this_host', 'ONE_PASS', 'curve_rows', 'hit_curve', 'lru_distances', 'priorities', 'priority_distances', 'read_curve', 'POLICIES', 'Belady',
          'Popularity', 'S3Fifo', 'replay_routes', 'top_experts', 'ReplayPaths', 'ReplaySlots', 'replay_run', 'Routes', 'check_routes', 'from_trace', 'iid_routes', 'marginals', 'read_routes',
          'shipped_routes', 'shuffled_routes', 'tier_routes', 'write_routes', 'Machine', 'fit_machine', 'judge_steptime', 'page_cache', 'step_times']
+from .writer import write_text
 
 # %% ../nbs/12_replay.ipynb #cell005
 def replay_table(
@@ -126,7 +127,7 @@ def replay_speed(
     end = time.perf_counter()
     assert shared.sum() == layers.sum() == tokens*L*k
     got = dict(schema=1, command='edge0-lab replay speed', tokens=tokens, layers=L, experts=E, k=k, accesses=tokens*L*k, shared_s=round(middle - start, 2), per_layer_s=round(end - middle, 2), cores=cores())
-    if out: Path(out).write_text(json.dumps(got) + '\n')
+    if out: write_text(out, json.dumps(got) + '\n')
     return got
 
 # %% ../nbs/12_replay.ipynb #cell018

@@ -16,6 +16,7 @@ import numpy as np
 
 from .paired import Turn, about_machine, compared, decode_arm, page_cache, paired, same_bytes, shown
 from ..decode import Lab, RunConfig
+from ..writer import write_text
 
 # %% ../../nbs/13h_bench_decode.ipynb #cell005
 PROMPT = [5, 6, 7, 8]
@@ -174,6 +175,4 @@ def _schedules(checkpoint, k):
     return {'exact': dict(plain, decode='exact', prerouter=False, cache_slots=total), 'staged': dict(plain, prerouter=False)} | ({'staged, prerouter': dict(plain, prerouter=True)} if known else {})
 
 def _written(out, report):
-    part = Path(f'{out}.part')
-    part.write_text(json.dumps(report, indent=1) + '\n')
-    os.replace(part, out)
+    write_text(out, json.dumps(report, indent=1) + '\n')

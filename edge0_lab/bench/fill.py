@@ -19,6 +19,7 @@ from ..executors import Exact, Hot, Staged, Timeline, WholeLayer
 from ..settings import cache_path
 from ..slots import Arena, HotSet, LruCache, Stage
 from ..store import Checkpoint, ExpertStore, synth_experts
+from ..writer import write_text
 
 # %% ../../nbs/13c_bench_fill.ipynb #cell005
 def quarter_routing(
@@ -237,7 +238,7 @@ def bench_fill(
             for ck in cks.values(): ck.close()
     if out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
-        Path(out).write_text(json.dumps(result, indent=1) + '\n')
+        write_text(out, json.dumps(result, indent=1) + '\n')
     return result
 
 def _measure(stores, k, rounds, rng):

@@ -7,7 +7,7 @@ __all__ = ['FLOOR', 'ATTEMPTS', 'Ledger', 'handover', 'booked', 'split_of', 'the
 
 # %% ../../nbs/13i_bench_floor.ipynb #cell002
 import edge0_lab
-import functools, json, os, time
+import functools, json, time
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,6 +27,7 @@ from ..onerow import RowAttention, _RowLayer, make_onerow
 from ..pool import pool
 from ..resident import FusedGatedDelta
 from ..slots import LruCache, Stage
+from ..writer import write_text
 
 # %% ../../nbs/13i_bench_floor.ipynb #cell005
 class Ledger:
@@ -222,7 +223,5 @@ def bench_floor(
     report.update(command=f'edge0-lab bench floor --checkpoint {Path(checkpoint).name} --k {k} --rounds {rounds} --steps {steps}', checkpoint=Path(checkpoint).name, layers=layers, k=k,
                   paper_ms=44, handover_us=round(handover()*1e6, 1), split_ms={n: mid(v) for n, v in splits.items()}, compared=compared(report))
     if out is not None:
-        part = Path(f'{out}.part')
-        part.write_text(json.dumps(report, indent=1) + '\n')
-        os.replace(part, out)
+        write_text(out, json.dumps(report, indent=1) + '\n')
     return report

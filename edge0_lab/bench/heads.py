@@ -15,6 +15,7 @@ import mlx.core as mx, numpy as np
 from ..headkernel import HeadKernel
 from ..heads import Heads, StackedHeads
 from ..pool import cores
+from ..writer import write_text
 
 # %% ../../nbs/13d_bench_heads.ipynb #cell006
 def heads_at_random(
@@ -73,5 +74,5 @@ def bench_heads(
     cpu = next((l.split(':')[1].strip() for l in open('/proc/cpuinfo') if l.startswith('model name')), '') if os.path.exists('/proc/cpuinfo') else platform.processor()
     r = dict(command=command or f'bench_heads(n={n}, D={D}, E={E}, H={H}, k={k}, rounds={rounds})', machine=dict(cpu=cpu, cores=cores(), system=platform.system(), mlx=mx.__version__),
              heads=n, bytes=heads.nbytes, ms=ms, rounds={name: [round(t, 2) for t in v] for name, v in times.items()}, kernel_over_read=round(ms['kernel']/read, 2))
-    if out is not None: Path(out).write_text(json.dumps(r, indent=1) + '\n')
+    if out is not None: write_text(out, json.dumps(r, indent=1) + '\n')
     return r

@@ -17,6 +17,7 @@ import mlx.core as mx, numpy as np
 from ..settings import cache_path, tier, tiers
 from ..slots import Arena
 from ..store import Checkpoint, ExpertStore, Throttle, repack, synth_experts
+from ..writer import write_text
 
 # %% ../../nbs/13b_bench_io.ipynb #cell005
 def bench_slots(
@@ -309,7 +310,7 @@ def bench_io(
     finally:
         for s in opened: s.close(); s.ck.close()
         if not files: shutil.rmtree(home)
-    if out: Path(out).parent.mkdir(parents=True, exist_ok=True); Path(out).write_text(json.dumps(result, indent=1) + '\n')
+    if out: Path(out).parent.mkdir(parents=True, exist_ok=True); write_text(out, json.dumps(result, indent=1) + '\n')
     return result
 
 # %% ../../nbs/13b_bench_io.ipynb #cell019

@@ -20,6 +20,7 @@ from ..int4 import (ExpertStack, QTensor, expert_glu, expert_glu_fast, expert_gl
 from ..pool import address, cores, pool
 from ..rows import choose_form
 from ..vector import Compiled, Function, at, i64, int_, load, loop, new_module, ptr, splat, vec
+from ..writer import write_text
 
 # %% ../../nbs/13a_bench_kernels.ipynb #cell005
 PIECE = 2**18  # bytes of one task of the sum
@@ -250,5 +251,5 @@ def bench_kernels(
     print(kernel_table(report).splitlines()[-1])
     if out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
-        Path(out).write_text(json.dumps(report, indent=1) + '\n')
+        write_text(out, json.dumps(report, indent=1) + '\n')
     return report

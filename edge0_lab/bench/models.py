@@ -19,6 +19,7 @@ from ..int4 import quantize
 from ..models import load_model
 from ..pool import cores
 from ..resident import QLinear
+from ..writer import write_text
 
 # %% ../../nbs/13e_bench_models.ipynb #cell005
 def in_turn(
@@ -93,5 +94,5 @@ def bench_models(
                   machine=dict(cpu=llvm.get_host_cpu_name(), cores=cores(), system=platform.system()), versions=dict(mlx=mx.__version__),
                   open_s=open_s, step_ms=step, module_ms=parts, many=many_rows(rows, cols, (1, 16, 64, 256, 512, 1024), rounds))
     print(json.dumps({n: report[n] for n in ('open_s', 'step_ms', 'module_ms', 'many')}, indent=1))
-    if out: Path(out).write_text(json.dumps(report, indent=1) + '\n')
+    if out: write_text(out, json.dumps(report, indent=1) + '\n')
     return report

@@ -7,7 +7,7 @@ __all__ = ['STEP_DISKS', 'STEP_WAYS', 'STEP_KS', 'STEP_HELD', 'STEP_ANCHOR', 'st
            'bench_steptime', 'fit_steptime']
 
 # %% ../../nbs/13j_bench_steptime.ipynb #cell002
-import json, os, platform
+import json, platform
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -20,6 +20,7 @@ from tqdm import tqdm
 from ..decode import Lab, RunConfig
 from ..pool import cores
 from ..steptime import Machine, fit_machine, judge_steptime, load_of
+from ..writer import write_text
 
 # %% ../../nbs/13j_bench_steptime.ipynb #cell005
 STEP_DISKS = {'memory': None, '0.3 ms, 2 GB/s': (3e-4, 2e9), '1 ms, 50 MB/s': (1e-3, 5e7), '3 ms, 20 MB/s': (3e-3, 2e7)}
@@ -96,10 +97,8 @@ def bench_steptime(
     off = [abs(r['predicted']/r['measured'] - 1) for r in judge_steptime(report) if r['held']]
     print(f"A/A spread {report['aa_spread']:.1%}; held out: median error {np.median(off):.1%}, worst {max(off):.1%}, within the larger of 15 % and the spread {sum(o <= max(0.15, report['aa_spread']) for o in off)} of {len(off)}")
     if out:
-        part = Path(out).with_name(Path(out).name + '.part')
-        part.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(report) + '\n')
-        os.replace(part, out)
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        write_text(out, json.dumps(report) + '\n')
     return report
 
 def fit_steptime(
