@@ -188,7 +188,13 @@ def test_the_command_resumes(tmp_path, monkeypatch):
     got = json.loads((tmp_path/'a.json').read_text())
     assert set(got) == {'8'} and len(got['8']['rungs']) == len(done) + len(again)
     go('a.json', 4)
-    assert set(json.loads((tmp_path/'a.json').read_text())) == {'8', '4'}
+    both = json.loads((tmp_path/'a.json').read_text())
+    assert set(both) == {'8', '4'}
+    monkeypatch.setattr(room, 'rungs', None)                                   # costs alone need no rung
+    fresh = bench_ladder('tiny-sigmoid', 8, costs=True, out=str(tmp_path/'a.json'))
+    again = json.loads((tmp_path/'a.json').read_text())
+    assert again['8']['costs'] == fresh and again['8']['rungs'] == both['8']['rungs'] and again['4'] == both['4']
+    with pytest.raises(ValueError, match='no rungs of k = 8'): bench_ladder('tiny-sigmoid', 8, costs=True, out=str(tmp_path/'none.json'))
 
 
 # ---- what is shipped

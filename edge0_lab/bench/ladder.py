@@ -138,14 +138,22 @@ def bench_ladder(
     heldout:int=28,      # windows of held-out text
     steps:int=120,       # of what learns
     batch:int=1024,      # pairs a step
+    costs:bool=False,    # only measure again what a guess costs, on an idle machine; the rungs stay
     out:str=None,        # JSON; default ladder.json beside the checkpoint, which keeps what it has of other k
 ):
     "Overlap, recall and exact sets of every predictor against the native gate on held-out text. Resumes."
     t = _tier(tier)
-    k, run = k or t.k, HeadRun(steps=steps, batch=batch)
-    file, base, corpus = find_heads(t.checkpoint, k), frozen(t.checkpoint), Corpus.open()
+    k, run, out = k or t.k, HeadRun(steps=steps, batch=batch), Path(out) if out else t.checkpoint/'ladder.json'
+    file, old = find_heads(t.checkpoint, k), lambda: json.loads(out.read_text()) if out.exists() else {}
     shipped = read_heads(file)
     with Checkpoint.open(t.checkpoint) as ck: gates = router_weights(ck)
+    if costs:
+        r = old()
+        if str(k) not in r: raise ValueError(f'costs: no rungs of k = {k} in {out.name}; allowed after edge0-lab bench ladder --tier {tier} --k {k}')
+        r[str(k)]['costs'] = guess_costs(shipped, gates[shipped.owners[0] + 1])
+        write_json(out, r, None)
+        return r[str(k)]['costs']
+    base, corpus = frozen(t.checkpoint), Corpus.open()
     seen = gather_seen(base, corpus, shipped.owners, k, 'train', windows, T, 0, progress=True)
     test = gather_seen(base, corpus, shipped.owners, k, 'heldout', heldout, T, 1, progress=True)
     key = fingerprint(t.checkpoint, k, windows, T, heldout, vars(run), file.stat().st_mtime_ns)
@@ -158,8 +166,7 @@ def bench_ladder(
         write_json(kept, got, None)
     r = dict(command=f'edge0-lab bench ladder --tier {tier} --k {k}', windows=windows, T=T, heldout=heldout, run=dict(vars(run)), pairs=test.pairs, k=k, E=test.router.E,
              rungs=got, costs=guess_costs(shipped, gates[shipped.owners[0] + 1]))
-    out = Path(out) if out else t.checkpoint/'ladder.json'
-    write_json(out, (json.loads(out.read_text()) if out.exists() else {}) | {str(k): r}, None)
+    write_json(out, old() | {str(k): r}, None)
     return {n: v['mean']['overlap'] for n, v in got.items()}
 
 def ladder_rows(
