@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchMLP
 
+from .interrupts import checkpoint
 from .routing import Router
 
 # %% ../nbs/08a_blocks.ipynb #cell005
@@ -106,6 +107,7 @@ def __call__(self:MoEBlock,
 ):              # (..., D)
     "Gate, choice, experts, sum, shared expert."
     if self.path is None: raise RuntimeError(f'layer {self.layer}: no path brings its experts; set block.path or Loaded.set_path')
+    checkpoint()
     tap = self.tap or _untouched
     h = tap(self.layer, 'h', x.reshape(-1, x.shape[-1]))                                    # (T, D)
     logits = tap(self.layer, 'logits', self.logits(h)) if self.wants_logits else None      # (T, E)
@@ -136,6 +138,7 @@ def __call__(self:StreamedSwitch,
 ):                    # (..., k, D)
     "The experts' answers, weighted by the caller."
     if self.path is None: raise RuntimeError(f'layer {self.layer}: no path brings its experts; set block.path or Loaded.set_path')
+    checkpoint()
     tap = self.tap or _untouched
     h, ids = tap(self.layer, 'h', x.reshape(-1, x.shape[-1])), tap(self.layer, 'ids', indices.reshape(-1, indices.shape[-1]))
     y = tap(self.layer, 'routed', self.path(self.layer, h, ids))

@@ -55,7 +55,8 @@ def request(
     lease = self.hold(layer, ids)
     if not lease.missing: return lease
     try: self._load(lease, ahead)
-    except BaseException: # Ctrl-C while the main thread reads
+    except BaseException: # Ctrl-C, or no thread could be started
+        self.readers.strand(self.loading.values())
         self.release(lease)
         raise
     return lease

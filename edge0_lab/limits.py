@@ -11,6 +11,8 @@ import functools, os, threading
 from contextlib import contextmanager
 from pathlib import Path
 
+from .interrupts import held_interrupts
+
 # %% ../nbs/00c_limits.ipynb #cell005
 _GROUPS = (('memory.max', 'memory.current', 'memory.stat', ('inactive_file', 'active_file')),
            ('memory/memory.limit_in_bytes', 'memory/memory.usage_in_bytes', 'memory/memory.stat', ('total_inactive_file', 'total_active_file')))
@@ -95,10 +97,10 @@ if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_forked)
 def alone(
     f, # evaluates something
 ):     # the same, in its turn
-    "One thread of the process at a time; the same thread may go deeper."
+    "One thread of the process at a time; the same thread may go deeper. Ctrl-C waits for a layer's start."
     @functools.wraps(f)
     def run(*args, **kw):
-        with _turn: return f(*args, **kw)
+        with _turn, held_interrupts(): return f(*args, **kw)
     return run
 
 @contextmanager

@@ -64,14 +64,25 @@ class Readers:
 
     def _start(self):
         if self.closed: raise RuntimeError('readers are closed; allowed: loads before close()')
-        self.crew = [threading.Thread(target=_serve, args=(self.queue, self.run), name=f'edge0-fill-{i}', daemon=True) for i in range(self.threads)]
-        for t in self.crew: t.start()
+        for i in range(self.threads):
+            t = threading.Thread(target=_serve, args=(self.queue, self.run), name=f'edge0-fill-{i}', daemon=True)
+            t.start()
+            self.crew.append(t)
 
     def rest(self):
         "Finish what is queued and end the threads; the next load starts them again."
         for _ in self.crew: self.queue.put(None)
         for t in self.crew: t.join()
         self.crew = []
+
+    def strand(
+        self,
+        loads, # that somebody may wait for
+    ):
+        "After an error: finish what is queued; what was never handed over counts as failed, so that nobody waits for it."
+        self.rest()
+        for load in loads:
+            if not load.done: load.error, load.done = RuntimeError('never handed to a reader'), True
 
     def close(self):
         "Finish what is queued and end the threads for good."

@@ -189,6 +189,7 @@ def _waste(self:WholeLayer, half):
 def _abandon(self:WholeLayer):
     "After an error."
     self.ahead = None
+    self.readers.strand(l for half in self._each() for l in half.loads)
     for half in self._each(): self._drain(half)
 
 @patch

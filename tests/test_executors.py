@@ -383,6 +383,29 @@ def test_ctrl_c_during_a_whole_layer_drains_before_the_next(store, truth, monkey
     whole.free()
 
 
+@pytest.mark.parametrize('at', range(4))
+def test_ctrl_c_before_a_read_is_handed_over(store, truth, at):
+    "A load that no thread has ever seen: nobody waits for it, and the next call has the right bytes."
+    rng = np.random.default_rng(at)
+    x, ids = states(rng, 2), mx.array([[0, 1], [2, 3]])
+    whole, cache = WholeLayer(store, threads=2), cache_of(store, 8)
+    for path, readers in ((whole, whole.readers), (Exact(cache), cache.readers)):
+        real, calls = readers.submit, []
+        def submit(load):
+            calls.append(load)
+            if len(calls) > at: raise KeyboardInterrupt
+            real(load)
+        readers.submit = submit
+        with pytest.raises(KeyboardInterrupt): path(0, x, ids)
+        readers.submit = real
+        assert len(calls) == at + 1
+        assert same(path(0, x, ids), truth('kernel')(0, x, ids))
+        path.counters.check() if path is whole else cache.check()
+    cache.drain()
+    cache.counters.check()
+    whole.free()
+
+
 @pytest.mark.parametrize('bad', [-1, E])
 @pytest.mark.parametrize('read', ['layer', 'used'])
 def test_a_whole_layer_refuses_an_expert_that_is_not_there(store, bad, read):
