@@ -6,7 +6,7 @@
 __all__ = ['Held', 'ReplaySlots', 'ReplayPaths', 'replay_run']
 
 # %% ../nbs/12b_replay_slots.ipynb #cell002
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,11 +14,14 @@ import edge0_lab
 import numpy as np
 from fastcore.basics import patch
 
+from .stage import Promises
+from .table import Lfu
+
 # %% ../nbs/12b_replay_slots.ipynb #cell005
 class Held:
     "Experts held for one request."
     __slots__ = ('layer', 'place', 'missing', 'hits', 'covered', 'loads', 'uses', 'order')
-    def __init__(self, layer): self.layer, self.place, self.missing, self.hits, self.covered, self.loads, self.uses, self.order = layer, [], [], 0, 0, 0, 0, ()
+    def __init__(self, layer): self.layer, self.place, self.missing, self.hits, self.covered, self.loads, self.uses, self.order = layer, {}, [], 0, 0, 0, 0, () # place: expert -> key
 
 class ReplaySlots:
     "Slots without bytes: which experts are there, and who has to go."
@@ -40,7 +43,7 @@ class ReplaySlots:
         "Hold what is there, then find slots for what is not."
         lease = Held(layer)
         lease.order = [(layer, e) for e in ids]
-        for key in lease.order:
+        for e, key in zip(ids, lease.order):
             if key in self.held: self.held[key] += 1
             elif key in self.idle:
                 del self.idle[key]
@@ -48,7 +51,7 @@ class ReplaySlots:
             else:
                 lease.missing.append(key)
                 continue
-            lease.place.append(key)
+            lease.place[e] = key
             if key in self.fresh: lease.covered += 1
             else: lease.hits += 1
         self.hits += lease.hits
@@ -60,8 +63,8 @@ class ReplaySlots:
 
     def _load(self, lease, ahead):
         key = lease.missing.pop(0)
+        lease.place[key[1]] = key
         self.held[key] = 1
-        lease.place.append(key)
         lease.loads += 1
         self.loads += 1
         if ahead: self.fresh.add(key)
@@ -99,27 +102,34 @@ def drop(self:ReplaySlots, key):
 @patch
 def release(self:ReplaySlots, lease):
     "Give everything back, in the order in which it queues."
-    for key in sorted(lease.place, key=lease.order.index) if self.listed else lease.place: self.drop(key)
-    lease.place = []
+    keys = lease.place.values()
+    for key in sorted(keys, key=lease.order.index) if self.listed else keys: self.drop(key)
+    lease.place = {}
+
+@patch
+def found(self:ReplaySlots, n):
+    "`n` experts of a set that is held already."
+    self.hits += n
 
 @patch
 def used(self:ReplaySlots, lease):
     "What was read ahead has been used."
-    self.fresh.difference_update(lease.place)
+    self.fresh.difference_update(lease.place.values())
 
 # %% ../nbs/12b_replay_slots.ipynb #cell010
-class ReplayPaths:
-    "The lab's decode paths over byteless slots."
+class ReplayPaths(Promises):
+    "The lab's decode paths over byteless slots; what is promised, kept and given up is decided by the lab's own `Promises`."
     def __init__(self,
         slots:dict,   # layer -> ReplaySlots, shared as the arenas were
         per_layer=0,  # hot experts of a layer
     ):
-        self.slots, self.per_layer, self.hot, self.rows, self.clock, self.fallbacks = slots, per_layer, defaultdict(OrderedDict), {}, 0, 0
-        for s in {id(s): s for s in slots.values()}.values(): s.shedders += [partial(self._shed_stage, s), partial(self._shed_hot, s)]
+        super().__init__(slots)
+        self.per_layer, self.hot, self.fallbacks = per_layer, defaultdict(OrderedDict), 0
+        for s in self.caches.each(): s.shedders.append(partial(self._shed_hot, s))
 
     def exact(self, layer, ids, hot=False):
         "(loads, hits, covered) of one call."
-        slots, lease, sums = self.slots[layer], self.slots[layer].request(layer, ids), np.zeros(3, int)
+        slots, lease, sums = self.caches[layer], self.caches[layer].request(layer, ids), np.zeros(3, int)
         while True:
             if not lease.place: raise ValueError(f'capacity: {slots.capacity}; layer {layer} finds no slot that is not held')
             slots.used(lease)
@@ -130,50 +140,20 @@ class ReplayPaths:
             lease = slots.request(layer, [e for _, e in lease.missing])
 
     def _observe(self, layer, lease):
-        hot, slots = self.hot[layer], self.slots[layer]
-        for key in lease.place:
+        hot, slots = self.hot[layer], self.caches[layer]
+        for key in lease.place.values():
             if key not in hot: slots.held[key] += 1
             hot[key] = None
             hot.move_to_end(key)
         while len(hot) > self.per_layer: slots.drop(hot.popitem(last=False)[0])
 
     def _shed_hot(self, slots, force):
-        layer = max((l for l in self.hot if self.slots[l] is slots), key=lambda l: len(self.hot[l]), default=None)
+        layer = max((l for l in self.hot if self.caches[l] is slots), key=lambda l: len(self.hot[l]), default=None)
         if not force or layer is None or not self.hot[layer]: return False
         slots.drop(self.hot[layer].popitem(last=False)[0])
         return True
 
 # %% ../nbs/12b_replay_slots.ipynb #cell011
-@patch
-def _row(self:ReplayPaths, layer): return self.rows.setdefault(layer, SimpleNamespace(now=None, queue=deque(), used=0))
-
-@patch
-def promise(self:ReplayPaths,
-    layer:int,
-    ids,      # distinct experts announced
-    position, # the call they are for
-):
-    "Fill ahead; an unchanged set costs nothing."
-    row, slots = self._row(layer), self.slots[layer]
-    last = row.queue[-1][0] if row.queue else row.now
-    if last is None or last.missing or {e for _, e in last.place} != set(ids): last = slots.request(layer, ids, ahead=True)
-    else: slots.hits += len(ids)
-    last.uses += 1
-    if len(row.queue) == 2: self._unuse(row.queue.popleft()[0])
-    row.queue.append((last, position))
-
-@patch
-def _unuse(self:ReplayPaths, lease):
-    lease.uses -= 1
-    if not lease.uses: self.slots[lease.layer].release(lease)
-
-@patch
-def _swap(self:ReplayPaths, row, lease):
-    old, row.now = row.now, lease
-    self.clock += 1
-    row.used = self.clock
-    if old is not None: self._unuse(old)
-
 @patch
 def staged(self:ReplayPaths,
     layer:int,
@@ -182,14 +162,11 @@ def staged(self:ReplayPaths,
     predicted:bool, # routed by a prediction
 ):                  # ((loads, hits, covered), path that served)
     "One call: the promise made for it, else the set in use, else on demand."
-    row, slots, lease = self._row(layer), self.slots[layer], None
+    row, slots, lease = self._row(layer), self.caches[layer], None
     mine = [i for i, (_, p) in enumerate(row.queue) if p == position and predicted]
-    mine = mine or [i for i, (l, _) in enumerate(row.queue) if all((layer, e) in l.place or (layer, e) in l.missing for e in ids)]
-    if mine:
-        for _ in range(mine[0]): self._unuse(row.queue.popleft()[0])
-        lease = row.queue.popleft()[0]
-        self._swap(row, lease)
-    elif not predicted: lease = self._demand(row, slots, layer, ids)
+    mine = mine or [i for i, (l, _) in enumerate(row.queue) if all(e in l.place or (layer, e) in l.missing for e in ids)]
+    if mine: lease, _ = self.redeem(row, mine[0])
+    elif not predicted: lease = self.demand(layer, ids)
     if lease is None or lease.missing:
         self.fallbacks += 1
         return self.exact(layer, ids), 'exact'
@@ -198,38 +175,7 @@ def staged(self:ReplayPaths,
     lease.loads, lease.hits, lease.covered = 0, len(lease.place), 0
     return got, 'staged'
 
-# %% ../nbs/12b_replay_slots.ipynb #cell012
-@patch
-def _demand(self:ReplayPaths, row, slots, layer, ids):
-    "The set in use if it has everything, else a new one, else None."
-    if row.now is not None and not row.now.missing and all((layer, e) in row.now.place for e in ids):
-        slots.hits += len(ids)
-        self.clock += 1
-        row.used = self.clock
-        return row.now
-    lease = slots.request(layer, ids)
-    if lease.missing:
-        slots.release(lease)
-        return None
-    lease.uses = 1
-    self._swap(row, lease)
-    return lease
-
-@patch
-def _shed_stage(self:ReplayPaths, slots, force):
-    "The longest unused set without a promise; by force, the latest promise of the layer used last."
-    mine = [r for l, r in self.rows.items() if self.slots[l] is slots]
-    spare = [r for r in mine if r.now is not None and not r.queue]
-    if spare:
-        row = min(spare, key=lambda r: r.used)
-        old, row.now = row.now, None
-        self._unuse(old)
-        return True
-    spare = [r for r in mine if r.queue] if force else []
-    if spare: self._unuse(max(spare, key=lambda r: r.used).queue.pop()[0])
-    return bool(spare)
-
-# %% ../nbs/12b_replay_slots.ipynb #cell014
+# %% ../nbs/12b_replay_slots.ipynb #cell013
 _SHIFT = {'previous': 0, 'next-gate': 1, 'same-token': 1, 'shuffle': 1, 'oracle': 1, True: 1}
 
 def _readable(trace):
@@ -252,7 +198,7 @@ def _ordered(rows):
     "Distinct experts of (T, k), in order of appearance."
     return list(dict.fromkeys(rows[rows >= 0].tolist()))
 
-# %% ../nbs/12b_replay_slots.ipynb #cell015
+# %% ../nbs/12b_replay_slots.ipynb #cell014
 def replay_run(
     trace,       # Trace of a request
     policy=None, # object with touch and victim, where the run had one of its own
@@ -262,7 +208,7 @@ def replay_run(
     if policy is None and run['policy'] not in ('lru', 'lfu'): raise ValueError(f"policy: None, and the run had {run['policy']}; allowed: an object like it, fresh")
     slots = {}
     for layers, plan in kinds:
-        own = policy or (_Counted() if run['policy'] == 'lfu' else None)
+        own = policy or (Lfu() if run['policy'] == 'lfu' else None)
         slots.update(dict.fromkeys(layers, ReplaySlots(plan['total'], own)))
     per = max((p['hot']//max(1, len(ls) if run['prefill'] == 'hot' else sum(paths[l] == 'hot' for l in ls)) for ls, p in kinds), default=0)
     sim, every = ReplayPaths(slots, per or 1), list({id(s): s for s in slots.values()}.values())
@@ -276,13 +222,7 @@ def replay_run(
     counters = dict(requests=hits + covered + loads, hits=hits, covered=covered, misses=loads, loads=loads, evictions=evictions, fallbacks=sim.fallbacks, calls=trace.T*len(trace.layers))
     return SimpleNamespace(counters=counters, **rows)
 
-class _Counted:
-    "Least frequently used, ties to the front of the queue."
-    def __init__(self): self.count = defaultdict(int)
-    def touch(self, key): self.count[key] += 1
-    def victim(self, keys): return min(keys, key=self.count.__getitem__)
-
-# %% ../nbs/12b_replay_slots.ipynb #cell016
+# %% ../nbs/12b_replay_slots.ipynb #cell015
 def _steps(trace, sim, paths, who):
     "Every layer of every step: promises go out as the layer is routed, then the call is served."
     told, T = trace.predicted_ids, trace.T
@@ -296,7 +236,7 @@ def _steps(trace, sim, paths, who):
             to = l + shift
             if who is not False and to in consumers and paths[to] == 'staged':
                 ids = _ordered(told[t + ahead, to]) if t + ahead < T else promised.get(to, [])
-                if ids: sim.promise(to, ids, t + ahead)
+                if ids: sim.announce(to, ids, t + ahead)
             ids, predicted = _ordered(trace.ids[t, l]), bool((told[t, l] >= 0).any())
             path = 'exact' if paths[l] == 'staged' and l in consumers and ahead and t == 0 else paths[l]
             if path == 'staged': got, path = sim.staged(l, ids, t, predicted)

@@ -130,7 +130,7 @@ def reads_of(
         for l in range(r.L):
             if ahead and t + 1 < r.T and l + 1 < r.L:
                 now = t + 1, l + 1, True
-                sim.promise(l + 1, ids[t + 1][l + 1], t + 1)
+                sim.announce(l + 1, ids[t + 1][l + 1], t + 1)
             now = t, l, False
             sim.staged(l, ids[t][l], t, l > 0 and t > 0) if ahead else sim.exact(l, ids[t][l])
     for t, l, was, _ in keys: (early if was else demand)[t, l] += 1
