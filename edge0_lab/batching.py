@@ -152,7 +152,7 @@ def batch_speed(
 )->float:             # tokens/s of all requests
     "What a batch runs at (simulated)."
     per = h.bandwidth*1e9
-    layer = h.layer + exchange + (s.once + s.kv_fixed*B + max(0, s.kv_token)*context*B)/per/s.L
+    layer = h.layer + exchange + (s.once + s.kv(context)*B)/per/s.L
     m = Machine('', step=0., layer=layer, call=distinct*s.expert/per/nodes, expert=0., head=0., ask=0., copy=s.expert/10e9, latency=h.latency, rate=h.ssd*1e9*nodes)
     n = np.diff(np.floor(np.arange(16*s.L + 1)*loads)).astype(int).reshape(16, s.L)
     w = Load(s.k, s.expert, 0*n if ahead else n, n if ahead else 0*n)

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import psutil
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import _get_classes
@@ -39,20 +39,29 @@ class Shape:
     experts:int          # bytes of all
     resident:int         # bytes of everything else
     once:int             # of these read for every token: all but an embedding that is only looked up
-    kv_token:int         # bytes per token of context; -1 unknown
+    kv_token:int         # bytes per token of context, in layers without a window; -1 unknown
     kv_fixed:int         # bytes whatever the context: recurrent states
-    kv_layers:int        # layers whose cache grows
+    kv_layers:int        # caches that grow without a window
     context:int|None     # longest, as configured
     mla:dict|None        # its latent widths, where it has them
     heads:tuple          # (KV heads, width) of the first growing layer
     notes:list = field(default_factory=list)
+    windows:tuple = ()   # (tokens that are kept, bytes per token) of layers with a window
+
+    def kv(self,
+        context:int, # tokens
+    )->int:
+        "Bytes of the cache."
+        return max(0, self.kv_token)*context + self.kv_fixed + sum(min(context, w)*b for w, b in self.windows)
 
 _KEYS_K = ('num_experts_per_tok', 'num_experts_per_token', 'experts_per_token', 'moe_topk', 'moe_top_k', 'num_selected_experts', 'top_k_experts', 'moe_k', 'top_k')
+
+_KEYS_CONTEXT = ('max_position_embeddings', 'model_max_length', 'max_seq_len', 'n_positions')
 
 def _text(config): return config.get('text_config') or config
 
 def _per_token(config):
-    for c in (_text(config), config):
+    for c in (_text(config), config, *(v for v in config.values() if isinstance(v, dict))):
         for key in _KEYS_K:
             v = c.get(key)
             v = max(v) if isinstance(v, list) and v else v
@@ -72,25 +81,32 @@ def _quantised(model, config, notes):
     nn.quantize(model, q['group_size'], q['bits'], class_predicate=wanted)
 
 # %% ../nbs/12f_forecast.ipynb #cell006
+def _hollow(model):
+    "Zeros of no bytes as weights; modules that hold experts in a list."
+    model.update(tree_map(lambda a: mx.broadcast_to(mx.zeros((), a.dtype), a.shape), model.parameters()))
+    return [(path, m) for path, m in model.named_modules() if isinstance(m.get('experts'), list)]
+
 def _cache_bytes(model, notes):
-    "(bytes per token, fixed bytes, growing layers, (heads, width) of the first) without computing anything."
+    "(bytes per token, fixed bytes, caches that grow without a window, (heads, width) of the first, windows), of a hollow model."
     cache, token, seen = make_prompt_cache(model), mx.zeros((1, 1), mx.int32), []
-    for c in cache:
-        for one in getattr(c, 'caches', [c]): one.step = 1       # room for a token at a time, so that growth shows
+    parts = [one for c in cache for one in getattr(c, 'caches', [c])]
+    for c in parts: c.step = 1                                   # room for a token at a time, so that growth shows
     size = lambda c: sum(a.nbytes for _, a in tree_flatten(c.state) if isinstance(a, mx.array))
     try:
         for _ in range(2):
             model(token, cache=cache)
-            seen.append([size(c) for c in cache])
+            seen.append([size(c) for c in parts])
     except Exception as e:
         notes.append(f'the cache could not be asked ({type(e).__name__}: {e}); its bytes are left out')
-        return -1, 0, 0, (0, 0)
-    grown = np.diff(seen, axis=0)[0]
-    limit = {getattr(c, 'max_size', None) for c, g in zip(cache, grown) if g > 0} - {None}
-    if limit: notes.append(f'some layers keep at most {min(limit)} tokens; counted as if they kept all')
-    first = next((c for c, g in zip(cache, grown) if g > 0), None)
-    keys = getattr(first, 'keys', None)
-    return int(grown.sum()), int(np.array(seen[0])[grown == 0].sum()), int((grown > 0).sum()), (0, 0) if keys is None else (keys.shape[1], keys.shape[3])
+        return -1, 0, 0, (0, 0), ()
+    grown, windows, free = np.diff(seen, axis=0)[0].tolist(), {}, []
+    for c, g in zip(parts, grown):
+        limit = getattr(c, 'max_size', None) or getattr(c, 'chunk_size', None)
+        if g and limit: windows[limit] = windows.get(limit, 0) + g
+        elif g: free.append((g, c))
+    keys = getattr(free[0][1], 'keys', None) if free else None
+    same = sum(getattr(c, 'keys', None) is not None and c.keys.shape == keys.shape for _, c in free) if keys is not None else len(free)
+    return sum(g for g, _ in free), sum(v for v, g in zip(seen[0], grown) if not g), same, (0, 0) if keys is None else (keys.shape[1], keys.shape[3]), tuple(sorted(windows.items()))
 
 def shape_of_config(
     config:dict, # config.json
@@ -103,14 +119,16 @@ def shape_of_config(
     try: model = Model(Args.from_dict(json.loads(json.dumps(config))))
     except (TypeError, KeyError, AttributeError, ValueError) as e: raise ValueError(f'config.json: incomplete for {config["model_type"]} ({e})') from None
     model.set_dtype(mx.bfloat16)
+    listed, own = _hollow(model), {}
+    for path, m in listed: own[path], m.experts = m.experts, [nn.Identity()]*len(m.experts)
     kv = _cache_bytes(model, notes)
+    for path, m in listed: m.experts = own[path]
     _quantised(model, config, notes)
     layers, tables, text = {}, 0, _text(config)
     for path, m in model.named_modules():
-        n = sum(a.nbytes for _, a in tree_flatten(m.parameters()))
-        if isinstance(m, (SwitchLinear, QuantizedSwitchLinear)):
-            at = int(re.search(r'(\d+)\.', path + '.')[1])
-            layers.setdefault(at, []).append((m.weight.shape[0], n))
+        n, at = sum(a.nbytes for _, a in tree_flatten(m.parameters())), re.search(r'(\d+)\.', path + '.')
+        if isinstance(m, (SwitchLinear, QuantizedSwitchLinear)): layers.setdefault(int(at[1]), []).append((m.weight.shape[0], n))
+        elif path in own: layers.setdefault(int(at[1]), []).append((len(own[path]), sum(a.nbytes for _, a in tree_flatten([e.parameters() for e in m.experts]))))
         elif isinstance(m, (nn.Embedding, nn.QuantizedEmbedding)): tables += n
     if not layers: raise ValueError(f'config.json: {config["model_type"]} as configured has no routed experts; allowed: a mixture of experts')
     exact = getattr(model, 'cast_predicate', lambda name: True)          # what a family keeps in float32
@@ -119,7 +137,7 @@ def shape_of_config(
     tied = text.get('tie_word_embeddings', config.get('tie_word_embeddings', False))
     mla = {n: text[n] for n in ('kv_lora_rank', 'qk_rope_head_dim', 'qk_nope_head_dim', 'v_head_dim', 'num_attention_heads') if text.get(n)} if text.get('kv_lora_rank') else None
     return Shape(name or config['model_type'], config['model_type'], len(layers), max(v[0][0] for v in layers.values()), _per_token(config), max(sum(n//e for e, n in v) for v in layers.values()),
-                 experts, total - experts, total - experts - (0 if tied else tables), *kv[:3], text.get('max_position_embeddings'), mla, kv[3], notes)
+                 experts, total - experts, total - experts - (0 if tied else tables), *kv[:3], next((text[n] for n in _KEYS_CONTEXT if text.get(n)), None), mla, kv[3], notes, kv[4])
 
 # %% ../nbs/12f_forecast.ipynb #cell008
 def shape_of(
@@ -196,7 +214,7 @@ def speed(
 )->float:               # tokens/s
     "The event model at these bytes."
     per = h.bandwidth*1e9
-    m = Machine('', step=0., layer=h.layer + (s.once + max(0, s.kv_token)*context + s.kv_fixed)/per/s.L, call=0., expert=s.expert/per, head=0., ask=5e-6, copy=s.expert/10e9, latency=h.latency, rate=ssd*h.ssd*1e9)
+    m = Machine('', step=0., layer=h.layer + (s.once + s.kv(context))/per/s.L, call=0., expert=s.expert/per, head=0., ask=5e-6, copy=s.expert/10e9, latency=h.latency, rate=ssd*h.ssd*1e9)
     T, miss = 24, (1 - hit)*s.k
     n, none = _spread(miss, T, s.L), np.zeros((T, s.L), int)
     w = Load(s.k, s.expert, none if ahead else n, n if ahead else none)
@@ -221,13 +239,14 @@ def forecast(
         h = replace(h, name='as given', **{name: float(v)})
     if isinstance(context, bool) or not isinstance(context, int) or context < 0: raise ValueError(f'context: {context!r}; allowed: a whole number from 0')
     if k is not None and (isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= s.E): raise ValueError(f'k: {k!r}; allowed: 1 to {s.E}')
-    s = replace(s, k=k or s.k)
+    s = replace(s, k=k or s.k, notes=list(s.notes))
+    if s.context and context > s.context: s.notes.append(f'the configuration ends at {s.context} tokens of context')
     got = _numbers(s, h, context)
     return dict(got, shape=asdict(s), host=asdict(h), context=context, mla=_mla(s, context), change=_changes(s, h, context, got) if got['fits'] else [])
 
 def _numbers(s, h, context):
     "Slots, hits, bytes, speed."
-    kv = max(0, s.kv_token)*context + s.kv_fixed
+    kv = s.kv(context)
     left = (h.ram - h.reserve)*2**30 - s.resident - kv
     slots = int(min(left//s.expert, s.L*s.E))
     out = dict(kv=kv, slots=max(0, slots), share=max(0, slots)/(s.L*s.E), fits=slots >= 2*s.k, missing=0 if slots >= 2*s.k else int(2*s.k*s.expert - left))
@@ -266,7 +285,7 @@ def forecast_text(
     "As a person reads it."
     s, h = f['shape'], f['host']
     band = lambda v, digits=1: f'{v[1]:.{digits}f} ({v[0]:.{digits}f} to {v[2]:.{digits}f})'
-    kv = f"{_gib(f['kv'])} at {f['context']} tokens" + (f" = {_gib(s['kv_token'])} a token + {_gib(s['kv_fixed'])}" if s['kv_token'] >= 0 else ' (unknown)')
+    kv = f"{_gib(f['kv'])} at {f['context']} tokens" + (f" = {_gib(s['kv_token'])} a token + {_gib(s['kv_fixed'])}" + ''.join(f' + {_gib(b)} for each of the last {w}' for w, b in s['windows']) if s['kv_token'] >= 0 else ' (unknown)')
     lines = [('model', f"{s['name']} ({s['family']}): {s['L']} layers of {s['E']} experts, {s['k']} per token"),
              ('weights', f"experts {_gib(s['experts'])}, {_gib(s['expert'])} each; everything else {_gib(s['resident'])}, of it read per token {_gib(s['once'])}"), ('context', kv),
              ('machine', f"{h['name']}: memory {h['ram']:g} GiB ({h['reserve']:g} reserved), disk {h['ssd']:.2f} GB/s, memory bandwidth {h['bandwidth']:.1f} GB/s")]

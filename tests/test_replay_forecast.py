@@ -56,6 +56,40 @@ def test_nothing_is_allocated():
     assert s.experts > 17e9 and mx.get_peak_memory() - before < 2**28
 
 
+DBRX = dict(model_type='dbrx', d_model=6144, n_heads=48, n_layers=40, vocab_size=100352, max_seq_len=32768, ffn_config=dict(ffn_hidden_size=10752, moe_num_experts=16, moe_top_k=4),
+            attn_config=dict(clip_qkv=8, kv_n_heads=8, rope_theta=500000))
+
+
+def test_experts_in_a_list_and_a_forward_that_evaluates():
+    "dbrx keeps experts as plain modules and reads its router's answer in the middle: counted, and nothing is computed for it."
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    s = shape_of_config(DBRX)
+    assert mx.get_peak_memory() - before < 2**28
+    assert (s.L, s.E, s.k, s.context) == (40, 16, 4, 32768) and s.expert == 3*6144*10752*9//16 and s.experts == 40*16*s.expert
+    assert s.kv_token == 40*2*8*128*2 and 131e9 < (s.experts + s.resident)*16/9 < 133e9     # 132 B parameters
+
+
+def test_a_window_ends_the_growth():
+    "Half of gpt-oss's layers keep 128 tokens; llama4's keep a chunk."
+    layers = ['sliding_attention', 'full_attention']*2
+    s = shape_of_config(dict(model_type='gpt_oss', hidden_size=128, intermediate_size=128, num_hidden_layers=4, num_local_experts=8, num_experts_per_tok=2, head_dim=64, num_attention_heads=4, num_key_value_heads=2, sliding_window=128,
+                             vocab_size=512, max_position_embeddings=4096, layer_types=layers))
+    per = 2*2*64*2                                                                        # K and V, two heads, bf16
+    assert (s.kv_token, s.kv_layers, s.windows) == (2*per, 2, ((128, 2*per),))
+    assert [s.kv(n) for n in (1, 128, 129, 1000)] == [4*per, 512*per, 514*per, (2000 + 256)*per]
+    assert 'for each of the last 128' in forecast_text(forecast(s, host=HOST))
+    told = [forecast(s, host=HOST, context=c)['shape']['notes'] for c in (4096, 4097)]
+    assert not any('ends at' in n for n in told[0]) and any('ends at 4096' in n for n in told[1]) and s.notes == [n for n in s.notes if 'ends' not in n]
+
+
+def test_two_caches_in_a_layer_are_two():
+    "deepseek_v32 has a latent and an index beside it; only the first is what a latent would replace."
+    s = shape_of_config(dict(model_type='deepseek_v32', hidden_size=128, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1,
+                             num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, index_head_dim=16, index_n_heads=2, index_topk=8, vocab_size=256, max_position_embeddings=512))
+    assert s.kv_layers == 3 and s.heads[0] == 1 and s.kv_token > 3*(32 + 8)*2 and 'could not' not in ' '.join(s.notes)
+
+
 @pytest.mark.parametrize('content, word', [('{}', 'model_type'), ('[1]', 'model_type'), ('{"model_type": "no_such"}', 'knows'), ('not json', 'not JSON'), ('{"model_type": "llama"}', 'incomplete')])
 def test_a_bad_config_is_refused(tmp_path, content, word):
     (tmp_path/'config.json').write_text(content)
