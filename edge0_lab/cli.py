@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['COMMANDS', 'generate', 'trace_run', 'train_prerouter', 'make_rows', 'train_adapter', 'train_on_policy',
            'measure_quality', 'repack_files', 'synth_files', 'bench_disk', 'bench_modes', 'bench_resident',
-           'bench_full', 'bench_thread', 'bench_prerouter', 'train_teacher', 'look_through', 'lab_page', 'self_test',
-           'find_command', 'main']
+           'bench_full', 'bench_thread', 'bench_prerouter', 'sweep_grid', 'train_teacher', 'look_through', 'lab_page',
+           'self_test', 'find_command', 'main']
 
 # %% ../nbs/19_cli.ipynb #cell002
 import importlib, json, sys
@@ -78,7 +78,7 @@ def train_prerouter(
     said = train_heads(tier, k=k, run=replace(HeadRun(), **given(steps=steps, batch=batch, lr=lr)), out=out, group=group if group.size() > 1 else None, **given(windows=windows, T=T, heldout=heldout, served=served))
     if group.rank() == 0: _shown(said)
 
-# %% ../nbs/19_cli.ipynb #cellrec1
+# %% ../nbs/19_cli.ipynb #cell007
 def _given(**v): return {n: x for n, x in v.items() if x is not None}
 
 def make_rows(
@@ -134,7 +134,7 @@ def measure_quality(
     said = quality(tier, k, {kind: task_items(kind, questions, seed=5000 + i) for i, kind in enumerate(TASKS)}, out=out)
     for r in recovery_rows([said]): print(json.dumps({n: round(v, 4) if isinstance(v, float) else v for n, v in r.items()}))
 
-# %% ../nbs/19_cli.ipynb #cell007
+# %% ../nbs/19_cli.ipynb #cell008
 def repack_files(
     dir:str, # checkpoint to read
     out:str, # directory to write, or to go on with
@@ -156,7 +156,7 @@ def synth_files(
     from edge0_lab.synth import synth
     _shown(synth(tier, dir, layers=layers, keys=keys, seed=seed, heads=heads, lora=lora, say=lambda text: print(text, file=sys.stderr)))
 
-# %% ../nbs/19_cli.ipynb #cell009
+# %% ../nbs/19_cli.ipynb #cell010
 def _shown(got):
     "Nested numbers without the lists of turns, as text."
     def lean(v): return {n: lean(x) for n, x in v.items() if not n.endswith('rounds') and not isinstance(x, list)} if isinstance(v, dict) else v
@@ -229,7 +229,21 @@ def bench_prerouter(
     from edge0_lab.bench.heads import bench_heads
     _shown(bench_heads(rounds=rounds, out=out))
 
-# %% ../nbs/19_cli.ipynb #cell010
+def sweep_grid(
+    grid:str,         # JSON or a file with it: {"tier": ["tiny-softmax"], "k": [2, 4], "cache_slots": [16, 64]}
+    out:str='sweep',  # folder of records, one file a cell; run again to go on
+    workers:int=1,    # local processes at a time
+    scheduler:str='', # address of a Dask scheduler: its workers instead
+)->int:
+    "Every cell of a grid of settings that has no record yet. Exit code 1 if a cell's process died."
+    from edge0_lab.bench.sweep import run_sweep
+    said = run_sweep(grid, out, workers, scheduler)
+    _shown(said)
+    for text in said['died']: print(text, file=sys.stderr)
+    return int(bool(said['died']))
+
+
+# %% ../nbs/19_cli.ipynb #cell011
 def train_teacher(
     tier:str='tiny-softmax', # or tiny-sigmoid
     steps:int=3000,     # of 4,096 tokens, counted from the first run
@@ -278,7 +292,7 @@ def self_test(
     if not (data_path().parent/'tests').is_dir(): raise ValueError('test: no tests beside the package; they come with a clone, not with the wheel')
     return subprocess.call([sys.executable, '-m', 'pytest', *shlex.split(words)], cwd=data_path().parent)
 
-# %% ../nbs/19_cli.ipynb #cell012
+# %% ../nbs/19_cli.ipynb #cell013
 COMMANDS = {
     'demo': 'demo:demo',
     'doctor': 'cli:look_through',
@@ -288,9 +302,10 @@ COMMANDS = {
     'synth': 'cli:synth_files',
     'train': {'tiny': 'cli:train_teacher', 'heads': 'cli:train_prerouter', 'rows': 'cli:make_rows', 'sft': 'cli:train_adapter', 'opd': 'cli:train_on_policy'},
     'quality': 'cli:measure_quality',
-    'bench': {'kernels': 'bench.kernels:bench_kernels', 'io': 'cli:bench_disk', 'fill': 'cli:bench_modes', 'heads': 'cli:bench_prerouter', 'models': 'cli:bench_resident', 'decode': 'cli:bench_full', 'floor': 'cli:bench_thread', 'lora': 'bench.lora:bench_lora', 'merge': 'bench.merge:bench_merge', 'ladder': 'bench.ladder:bench_ladder', 'drift': 'bench.drift:bench_drift', 'hide': 'bench.hide:bench_hide', 'soak': 'bench.soak:bench_soak', 'steptime': 'bench.steptime:bench_steptime'},
+    'bench': {'kernels': 'bench.kernels:bench_kernels', 'io': 'cli:bench_disk', 'fill': 'cli:bench_modes', 'heads': 'cli:bench_prerouter', 'models': 'cli:bench_resident', 'decode': 'cli:bench_full', 'floor': 'cli:bench_thread', 'peers': 'bench.peers:bench_peers', 'paper': 'bench.paper:bench_paper', 'lora': 'bench.lora:bench_lora', 'merge': 'bench.merge:bench_merge', 'ladder': 'bench.ladder:bench_ladder', 'drift': 'bench.drift:bench_drift', 'hide': 'bench.hide:bench_hide', 'soak': 'bench.soak:bench_soak', 'steptime': 'bench.steptime:bench_steptime'},
     'replay': 'replay:replay_command',
     'forecast': 'forecast:forecast_command',
+    'sweep': 'cli:sweep_grid',
     'lab': 'cli:lab_page',
     'test': 'cli:self_test',
 }
@@ -309,7 +324,7 @@ def find_command(
 
 def _usage(node, used): return f'usage: {" ".join(["edge0-lab", *used])} {{{",".join(node)}}} ...   (each takes --help)'
 
-# %% ../nbs/19_cli.ipynb #cell014
+# %% ../nbs/19_cli.ipynb #cell015
 def main(
     argv:list=None, # words; default those of the process
 )->int:             # exit code
