@@ -63,17 +63,17 @@ def soft_ce(
 @dataclass(frozen=True)
 class AdaptRun:
     "Settings of one training of an adapter."
-    rows:int=512       # rows of text, each seen once
+    rows:int=2560      # rows of text, each seen once
     batch:int=8        # rows a step, over all processes
-    lr:float=2e-3      # peak
-    warmup:int=8       # steps
+    lr:float=1.5e-3    # peak
+    warmup:int=16      # steps
     seed:int=0
     decay:float=0.0    # weight decay
     clip:float=1.0     # largest gradient norm
-    loss:str='ce'      # ce, or kl
+    loss:str='kl'      # kl, or ce
 
     def __post_init__(self):
-        if self.loss not in ('ce', 'kl'): raise ValueError(f'loss: {self.loss!r}; allowed: ce, kl')
+        if self.loss not in ('ce', 'kl'): raise ValueError(f'loss: {self.loss!r}; allowed: kl, ce')
         if self.rows < self.batch: raise ValueError(f'rows: {self.rows}; allowed: at least one batch of {self.batch}')
 
     @property

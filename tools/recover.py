@@ -18,11 +18,10 @@ from edge0_lab.adapters import read_lora
 from edge0_lab.cards import write_cards
 from edge0_lab.opd import OpdRun, train_opd
 from edge0_lab.order import heads_first
-from edge0_lab.prerouter import find_heads
 from edge0_lab.quality import quality, write_recovery
 from edge0_lab.rowfiles import RowPlan, ship_rows, teacher_rows, weights_mark
 from edge0_lab.settings import tier
-from edge0_lab.sft import AdaptRun, train_sft
+from edge0_lab.sft import AdaptRun, marks_of, train_sft
 from edge0_lab.tiny_corpus import TASKS, task_items
 from edge0_lab.writer import write_json
 
@@ -43,7 +42,7 @@ def is_made(log, run, marks):
 def one_cell(name, k, sft, opd):
     "Phase 2, phase 3, measurement of a cell; what is there is left."
     folder = tier(name).checkpoint
-    marks = dict(model=weights_mark(folder), teacher=weights_mark(folder/'teacher'), heads=weights_mark(find_heads(folder, k)))
+    marks = marks_of(folder, k)
     if not is_made(folder/f'lora_k{k}_sft.json', sft, marks): print('sft', name, k, train_sft(name, k, sft)['hours'], 'h', flush=True)
     fresh = is_made(folder/f'lora_k{k}.json', opd, marks) and json.loads((folder/f'lora_k{k}.json').read_text())['start'] == weights_mark(folder/f'lora_k{k}_sft.safetensors')
     if not fresh: print('opd', name, k, train_opd(name, k, opd)['hours'], 'h', flush=True)
