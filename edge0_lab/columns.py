@@ -60,8 +60,9 @@ def as_html(
     "Columns as an HTML table."
     head, body, left = _cells(table, rows)
     line = lambda cells, tag: '<tr>' + ''.join(f'<{tag}>{html.escape(c)}</{tag}>' for c in cells) + '</tr>'
+    said = [h.replace('_', ' ') for h in head]
     more = f'<p>{left} more rows</p>' if left else ''
-    return f'<table><thead>{line(head, "th")}</thead><tbody>{"".join(line(b, "td") for b in body)}</tbody></table>{more}'
+    return f'<table><thead>{line(said, "th")}</thead><tbody>{"".join(line(b, "td") for b in body)}</tbody></table>{more}'
 
 # %% ../nbs/14a_columns.ipynb #cell013
 def provenance(

@@ -15,8 +15,8 @@ from fastcore.basics import patch
 from .columns import as_html
 from .controls import controls, default_values, run_of
 from .decode import Lab
-from .panel import CONTROL_GROUPS, STYLE, FigureTabs, TokenStrip, field
-from .runs import compare_runs, open_run, run_record, save_run, saved_runs, token_rows
+from .panel import CONTROL_GROUPS, STYLE, FigureTabs, TokenStrip, difference_html, field
+from .runs import open_run, run_record, save_run, saved_runs, token_rows
 from .settings import _live
 
 # %% ../nbs/15_dashboard.ipynb #cell007
@@ -53,15 +53,16 @@ class Dashboard:
 @patch
 def _parts(self:Dashboard):
     "Everything that is not a control."
-    button = lambda label, does, hint, **kw: self._wired(widgets.Button(description=label, tooltip=hint, layout=dict(width='84px'), **kw), does)
+    button = lambda label, does, hint, **kw: self._wired(widgets.Button(description=label, tooltip=hint, layout=dict(width='72px'), **kw), does)
     self.buttons = dict(run=button('Run', self.start, 'one request with these settings', button_style='primary'), stop=button('Stop', self.stop, 'end the request; what there is stays', disabled=True),
                         save=button('Save', self.save, 'settings, counters, trace, versions and machine, in one folder'), open=button('Open', self.open, 'a saved run: its figures and its settings'))
-    self.pin = widgets.ToggleButton(description='Pin', tooltip='keep this run to compare the next with', layout=dict(width='84px'))
+    self.pin = widgets.ToggleButton(description='Pin', tooltip='keep this run to compare the next with', layout=dict(width='72px'))
     self.pin.observe(lambda _: self._pinned(), 'value')
-    self.folder = widgets.Combobox(placeholder='name or path', options=saved_runs(), ensure_option=False, layout=dict(width='180px'))
-    self.progress = widgets.IntProgress(max=1, layout=dict(width='180px'))
+    self.folder = widgets.Combobox(placeholder='name or path', options=saved_runs(), ensure_option=False, layout=dict(width='150px'))
+    self.progress = widgets.IntProgress(max=1, layout=dict(width='130px'))
     self.said, self.detail, self.compared, self.report = widgets.HTML(), widgets.HTML(), widgets.HTML(), widgets.HTML()
     self.strip, self.figures = TokenStrip(self.at_token), FigureTabs()
+    self.figures.every.on_click(lambda _: self._every_token())
 
 @patch
 def _wired(self:Dashboard, button, does):
@@ -74,8 +75,8 @@ def _layout(self:Dashboard, known):
     left = []
     for group, title in CONTROL_GROUPS.items(): left += [widgets.HTML(f'<b>{title}</b>'), *(self.fields[n] for n, c in known.items() if c.group == group)]
     row = widgets.HBox([*(self.buttons[n] for n in ('run', 'stop')), self.progress, self.pin, self.folder, self.buttons['save'], self.buttons['open']], layout=dict(flex_flow='row wrap'))
-    right = widgets.VBox([widgets.HTML(STYLE), row, self.said, self.strip.widget, self.detail, self.compared, self.figures.widget, self.report], layout=dict(flex='1 1 760px', min_width='0'))
-    self.widget = widgets.HBox([widgets.VBox(left, layout=dict(flex='0 0 310px')), right], layout=dict(flex_flow='row wrap', align_items='flex-start'))
+    right = widgets.VBox([widgets.HTML(STYLE), row, self.said, self.strip.widget, self.detail, self.compared, self.figures.widget, self.report], layout=dict(flex='1 1 0', min_width='0'))
+    self.widget = widgets.HBox([widgets.VBox(left, layout=dict(flex='0 0 274px')), right], layout=dict(align_items='flex-start'))
     self.widget.add_class('edge0')
     self._show()
 
@@ -198,7 +199,7 @@ def _show(self:Dashboard):
     "Figures, comparison and report of what there is."
     self.figures.show(self.run, self.pinned)
     both = self.pinned is not None and self.run is not self.pinned
-    self.compared.value = f'<b>Against the pinned run</b>{as_html(compare_runs(self.pinned, self.run))}' if both else ''
+    self.compared.value = difference_html(self.pinned, self.run) if both else ''
     self.report.value = f'<details><summary>report</summary><pre style="font-size:11px;line-height:1.4">{html.escape(self.run.report)}</pre></details>' if self.run else ''
 
 @patch
@@ -208,6 +209,12 @@ def at_token(self:Dashboard,
     "A click on a token: its experts in every layer."
     self.detail.value = as_html(token_rows(self.run.trace, step))
     self.figures.at_step(step)
+
+@patch
+def _every_token(self:Dashboard):
+    "The way back from one token to the run."
+    self.strip.clear()
+    self.detail.value = ''
 
 @patch
 def _pinned(self:Dashboard):

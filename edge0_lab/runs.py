@@ -136,6 +136,8 @@ def _routing(a, b):
     return float(((x[..., :, None] == y[..., None, :]) & (x[..., :, None] >= 0)).sum()/max((x >= 0).sum(), 1))
 
 # %% ../nbs/15b_runs.ipynb #cell013
+def _words(name): return name.replace('_', ' ').replace('rss', 'RSS')
+
 def _row(what, a, b, show=str):
     d = '' if not isinstance(a, (int, float)) else '=' if a == b else ('+' if b > a else '−') + show(abs(b - a))
     return dict(what=what, pinned=show(a), this=show(b), change=d)
@@ -147,12 +149,12 @@ def compare_runs(
     "Two runs in a table: settings that differ, counters, text, memory, time."
     whole, ms = lambda v: f'{v:,}', lambda s: f'{1e3*s:.1f} ms'
     rows = [dict(what=f'set: {controls()[n].label}', pinned=x or 'auto', this=y or 'auto', change='') for n, (x, y) in changed_values(a, b).items()]
-    for n in _counted: rows.append(_row(f'decode {n}', *(r.counters['decode'][n] for r in (a, b)), bytes_text if 'bytes' in n else whole))
-    for n in ('loads', 'bytes_read', 'drops'): rows.append(_row(f'prefill {n}', *(r.counters['prefill'][n] for r in (a, b)), bytes_text if 'bytes' in n else whole))
+    for n in _counted: rows.append(_row(f'decode {_words(n)}', *(r.counters['decode'][n] for r in (a, b)), bytes_text if 'bytes' in n else whole))
+    for n in ('loads', 'bytes_read', 'drops'): rows.append(_row(f'prefill {_words(n)}', *(r.counters['prefill'][n] for r in (a, b)), bytes_text if 'bytes' in n else whole))
     same, share = same_tokens(a, b), _routing(a, b)
     rows += [_row('tokens', len(a.tokens), len(b.tokens), whole), dict(what='tokens that are the same', pinned='', this=whole(same), change=''),
              dict(what='experts that are the same', pinned='', this='another prompt or model' if share is None else f'{share:.0%}', change='')]
-    rows += [_row(f'memory, {n}', a.memory[n], b.memory[n], bytes_text) for n in _memories]
+    rows += [_row(f'memory, {_words(n)}', a.memory[n], b.memory[n], bytes_text) for n in _memories]
     step = lambda r: float(np.median(r.timing['step_s'])) if r.timing['step_s'] else 0.
     rows += [_row('time, median step', step(a), step(b), ms), _row('time, prefill', a.timing['prefill_s'], b.timing['prefill_s'], ms)]
     if {r.about['disk'] for r in (a, b)} - {'disk'}: rows.append(dict(what='disk', pinned=a.about['disk'], this=b.about['disk'], change=''))

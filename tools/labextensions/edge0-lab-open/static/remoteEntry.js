@@ -11,6 +11,7 @@
     const at = cells.findIndex(c => c.model.type === 'code' && /^Dashboard\(/m.test(c.model.sharedModel.source));
     if (at < 0) return;
     panel.content.activeCellIndex = at;
+    app.shell.collapseLeft?.();                                   // the dashboard has the width; one click brings the files back
     await app.commands.execute('notebook:run-cell');
   }
 
