@@ -43,7 +43,7 @@ def replay_table(
     scope:str='global',    # or 'layer'
 )->str:
     "Every policy on one routed text, and LRU on its controls."
-    S = capacity or min(2*r.k*(r.L if scope == 'global' else 1), r.E*(r.L if scope == 'global' else 1))
+    S = capacity if capacity is not None else min(2*r.k*(r.L if scope == 'global' else 1), r.E*(r.L if scope == 'global' else 1))
     half = r.of(np.arange(r.T) < r.T//2), r.of(np.arange(r.T) >= r.T//2)
     rows = [(p, replay_routes(r, p, S, scope) if p != 'pins' else replay_routes(half[1], p, S, scope, calibration=half[0])) for p in POLICIES if p != 'predicted' or r.predicted is not None]
     rows += [('lru, shuffled', replay_routes(shuffled_routes(r), 'lru', S, scope)), ('lru, i.i.d.', replay_routes(iid_routes(r), 'lru', S, scope))]
@@ -57,7 +57,8 @@ def open_routes(
     "A routed text from a file."
     path = Path(path)
     if not path.is_file(): raise ValueError(f'trace: {str(path)!r} is not a file; allowed: a trace (.npz), a CSV of request, token, layer, experts, or the words curves, speed')
-    if path.suffix == '.csv': return read_routes(path, E), None
+    if path.suffix.lower() == '.csv': return read_routes(path, E), None
+    if E is not None: raise ValueError(f'experts: {E!r}; allowed with a CSV: a trace of ours says itself how many there are')
     trace = Trace.load(path)
     return from_trace(trace, name=path.stem), trace
 
@@ -93,8 +94,10 @@ def make_curves(
 )->list:          # files
     "Hit-rate curves and batches of the tiers' held-out text: two small CSVs per tier and K."
     folder, made = Path(out) if out else data_path('curves'), []
+    try: sizes = [int(k) for k in ks.split(',')]
+    except ValueError: raise ValueError(f'ks: {ks!r}; allowed: whole numbers with commas between, such as 2,4,8') from None
     for name in tiers.split(','):
-        for k in map(int, ks.split(',')):
+        for k in sizes:
             native, told = tier_routes(name, k, windows=windows), tier_routes(name, k, 'next-gate', 1, 'native_ids')
             start = np.flatnonzero(np.diff(told.request, prepend=-1))
             few = told.of(np.arange(told.T) - start[told.request] < 256)

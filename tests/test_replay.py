@@ -8,6 +8,7 @@ from hypothesis import given, settings, strategies as st
 from edge0_lab.decode import Lab, RunConfig
 from edge0_lab.policies import Belady, Lfu, Popularity, S3Fifo, replay_routes, top_experts
 from edge0_lab.replay_slots import ReplaySlots, replay_run
+from edge0_lab.settings import data_path
 from edge0_lab.routes import Routes, check_routes, draw_sets, from_trace, iid_routes, marginals, read_routes, shuffled_routes, write_routes
 
 PROMPT = 'The city of Paris is the capital of '
@@ -231,6 +232,16 @@ GOOD = ['0,0,0,1,2', '0,0,3,0,1', '0,1,0,2,3', '0,1,3,1,0', '1,0,0,3,1', '1,0,3,
     ([*GOOD[2:4], *GOOD[:2], *GOOD[4:]], 4, 'token', 'ascending'),
     ([*GOOD, '0,5,0,1,2', '0,5,3,1,2'], 8, 'request', 'a second time'),
     ([], 2, 'request', 'no rows'),
+    ([*GOOD[:2], '0,1,0,2,3,1', *GOOD[3:]], 4, 'e1', '6 fields'),                         # an expert too many is not dropped
+    ([*GOOD[:2], '0,1,0,2,3#1', *GOOD[3:]], 4, 'e1', 'whole number'),                     # nothing in a row is a comment
+    (['# made by hand', *GOOD], 2, 'token', 'fields'),
+    ([*GOOD[:2], '0,1,0,4294967298,3', *GOOD[3:]], 4, 'e0', 'nine digits'),               # would be 2 in 32 bits
+    ([*GOOD[:2], '0,1,0,99999999999999999999,3', *GOOD[3:]], 4, 'e0', 'nine digits'),
+    ([*GOOD[:2], '0,1,0,1_0,3', *GOOD[3:]], 4, 'e0', 'whole number'),
+    ([*GOOD[:2], '0,1,0,\u0662,3', *GOOD[3:]], 4, 'e0', 'whole number'),
+    (['', '', *GOOD[:2], '0,1,0,2,2', *GOOD[3:]], 6, 'experts', 'twice'),                  # rows as an editor counts them
+    ([*GOOD[:2], '', '0,1,0,2,9', *GOOD[3:]], 5, 'experts', 'allowed: 0 to 3'),
+    ([*GOOD[:2], '0,1,0,2,' + '3'*200_000, *GOOD[3:]], 4, '1', 'not a CSV'),
 ])
 def test_a_bad_csv_is_refused_with_row_and_column(tmp_path, rows, row, column, word):
     path = tmp_path/'bad.csv'
@@ -256,6 +267,40 @@ def test_one_column_of_experts(tmp_path):
 def test_no_text_and_no_csv(tmp_path):
     (tmp_path/'x.csv').write_bytes(b'\xff\xfe\x00')
     with pytest.raises(ValueError, match='x.csv: row 1'): read_routes(tmp_path/'x.csv')
+    long = ['0,%d,0,1,2' % t for t in range(4000)]
+    (tmp_path/'y.csv').write_bytes('\n'.join([HEAD, *long]).encode() + b'\n0,4000,0,\xff,2\n')
+    with pytest.raises(ValueError, match='y.csv: row 4002, column 4: not UTF-8'): read_routes(tmp_path/'y.csv')
+
+
+@pytest.mark.parametrize('text', ['\ufeff' + '\n'.join([HEAD, *GOOD]), '\r\n'.join([HEAD, *GOOD, '']), '\r'.join([HEAD, *GOOD]), '\n'.join([HEAD, '', *GOOD, '', '']), '\n'.join([HEAD, *GOOD]).replace(',', ', '), '\n'.join([HEAD, *GOOD]).replace('0,0,0,1', '0,0,0,"1"')],
+                         ids=['byte order mark', 'dos', 'old mac', 'empty lines', 'blanks', 'quotes'])
+def test_what_programs_write_is_read(tmp_path, text):
+    (tmp_path/'a.csv').write_bytes(text.encode())
+    r = read_routes(tmp_path/'a.csv', 4)
+    assert r.ids.tolist() == [[[1, 2], [0, 1]], [[2, 3], [1, 0]], [[3, 1], [2, 0]]] and r.layers == (0, 3) and r.requests == 2
+
+
+def test_how_many_experts_is_a_sane_number(tmp_path):
+    (tmp_path/'a.csv').write_text(f'{HEAD}\n0,0,0,1,70000\n')
+    with pytest.raises(ValueError, match='row 2, column experts: expert 70000; allowed: 0 to 65535'): read_routes(tmp_path/'a.csv')
+    for E in (0, -1, True, 2.0, 10**9):
+        with pytest.raises(ValueError, match='E: '): read_routes(tmp_path/'a.csv', E)
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys):
+    from edge0_lab.cli import main
+    def said(*words):
+        code = main(['replay', *map(str, words)])
+        return code, ''.join(capsys.readouterr())
+    path = tmp_path/'A.CSV'
+    path.write_text('\n'.join([HEAD, *GOOD]))
+    code, text = said(path, '--capacity', 4)
+    assert code == 0 and 'belady' in text and 'k = 2 of E = 4' in text
+    trace = data_path('traces', 'tiny-softmax-exact.npz')
+    for words, name in (((path, '--capacity', 0), 'capacity: 0'), ((path, '--scope', 'all'), 'scope'), ((path, '--experts', 3), 'row 4, column experts'), ((trace, '--experts', 64), 'experts: 64'),
+                        ((tmp_path/'none.csv',), 'not a file'), (('curves', '--ks', 'two', '--out', tmp_path), 'ks'), (('curves', '--ks', '2', '--windows', 0, '--out', tmp_path), 'windows: 0'), (('curves', '--tiers', 'huge', '--out', tmp_path), 'huge')):
+        code, text = said(*words)
+        assert code == 2 and name in text, (words, text)
 
 
 @pytest.mark.case(18)
