@@ -20,10 +20,10 @@ from .tiny_corpus import DOMAINS, prepare
 # %% ../nbs/16_tiny.ipynb #cell006
 def train_python(
 )->str: # path of an interpreter
-    "A Python with the `train` extra: the variable EDGE0_TRAIN_PYTHON, this one, or the environment `edge0-train-venv` in the user's cache."
+    "A Python with the `train` extra: the variable EDGE0_TRAIN_PYTHON, this one, or the `.venv-train` that `make test` sets up beside the package."
     if named := os.environ.get('EDGE0_TRAIN_PYTHON'): return named
     if find_spec('torch') and find_spec('transformers'): return sys.executable
-    other = Path.home()/'.cache'/'edge0-train-venv'/'bin'/'python'
+    other = Path(__file__).resolve().parents[1]/'.venv-train'/'bin'/'python'
     if other.exists(): return str(other)
     raise RuntimeError('training the tiny tiers needs torch and transformers: pip install "edge0-lab[train]", or name a Python that has them in EDGE0_TRAIN_PYTHON')
 

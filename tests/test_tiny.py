@@ -79,5 +79,9 @@ def test_python_with_torch_is_named_or_refused(monkeypatch, tmp_path):
     assert train_python() == 'some-python'
     monkeypatch.delenv('EDGE0_TRAIN_PYTHON')
     monkeypatch.setattr('edge0_lab.tiny.find_spec', lambda n: None)
-    monkeypatch.setattr(Path, 'home', lambda: tmp_path)
+    monkeypatch.setattr('edge0_lab.tiny.__file__', str(tmp_path/'edge0_lab'/'tiny.py'))
     with pytest.raises(RuntimeError, match=r'edge0-lab\[train\]'): train_python()
+    beside = tmp_path/'.venv-train'/'bin'/'python'
+    beside.parent.mkdir(parents=True)
+    beside.touch()
+    assert train_python() == str(beside)
