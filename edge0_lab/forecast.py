@@ -82,9 +82,10 @@ def _quantised(model, config, notes):
 
 # %% ../nbs/12f_forecast.ipynb #cell006
 def _hollow(model):
-    "Zeros of no bytes as weights; modules that hold experts in a list."
+    "Zeros of no bytes as weights; blocks with experts in a list: path -> (module that has it, its name there, the block)."
     model.update(tree_map(lambda a: mx.broadcast_to(mx.zeros((), a.dtype), a.shape), model.parameters()))
-    return [(path, m) for path, m in model.named_modules() if isinstance(m.get('experts'), list)]
+    own = dict(model.named_modules())
+    return {p: (own[p.rpartition('.')[0]], p.rpartition('.')[2], m) for p, m in own.items() if isinstance(m.get('experts'), list) and p.rpartition('.')[0] in own}
 
 def _cache_bytes(model, notes):
     "(bytes per token, fixed bytes, caches that grow without a window, (heads, width) of the first, windows), of a hollow model."
@@ -119,16 +120,16 @@ def shape_of_config(
     try: model = Model(Args.from_dict(json.loads(json.dumps(config))))
     except (TypeError, KeyError, AttributeError, ValueError) as e: raise ValueError(f'config.json: incomplete for {config["model_type"]} ({e})') from None
     model.set_dtype(mx.bfloat16)
-    listed, own = _hollow(model), {}
-    for path, m in listed: own[path], m.experts = m.experts, [nn.Identity()]*len(m.experts)
+    listed = _hollow(model)
+    for holder, name, _ in listed.values(): holder[name] = nn.Identity()
     kv = _cache_bytes(model, notes)
-    for path, m in listed: m.experts = own[path]
+    for holder, name, m in listed.values(): holder[name] = m
     _quantised(model, config, notes)
     layers, tables, text = {}, 0, _text(config)
     for path, m in model.named_modules():
         n, at = sum(a.nbytes for _, a in tree_flatten(m.parameters())), re.search(r'(\d+)\.', path + '.')
         if isinstance(m, (SwitchLinear, QuantizedSwitchLinear)): layers.setdefault(int(at[1]), []).append((m.weight.shape[0], n))
-        elif path in own: layers.setdefault(int(at[1]), []).append((len(own[path]), sum(a.nbytes for _, a in tree_flatten([e.parameters() for e in m.experts]))))
+        elif path in listed: layers.setdefault(int(at[1]), []).append((len(m.experts), sum(a.nbytes for _, a in tree_flatten([e.parameters() for e in m.experts]))))
         elif isinstance(m, (nn.Embedding, nn.QuantizedEmbedding)): tables += n
     if not layers: raise ValueError(f'config.json: {config["model_type"]} as configured has no routed experts; allowed: a mixture of experts')
     exact = getattr(model, 'cast_predicate', lambda name: True)          # what a family keeps in float32
@@ -199,7 +200,7 @@ class Host:
 def this_host()->Host:
     "This machine's memory; disk and bandwidth as last measured by `edge0-lab bench io` and `bench kernels`."
     io, kernels = (json.loads(data_path('bench', f'{n}.json').read_text()) for n in ('io', 'kernels'))
-    return Host('this machine', round(psutil.virtual_memory().total/2**30, 1), max(v for n, v in io['cold_gb_s'].items() if '8 threads' in n and 'raw' not in n), max(v for r in kernels['rows'] for n, v in r['gb_s'].items() if n.startswith('kernel')))
+    return Host('this machine', round(psutil.virtual_memory().total/2**30, 1), max(v for n, v in io['cold_gb_s'].items() if '8 threads' in n and 'raw' not in n), max(v for r in kernels['rows'] for n, v in r.get('gb_s', {}).items() if n.startswith('kernel')))
 
 def _spread(x, T, L):
     "Whole numbers (T, L) with mean x, evenly spread."

@@ -166,4 +166,5 @@ def test_the_command(capsys):
     assert main(['forecast', str(data_path('tiny-softmax')), '--ram', '4', '--ssd', '2']) == 0
     said = capsys.readouterr().out
     assert all(w in said for w in ('model', 'fits', 'hit rate', 'limit', 'simulated'))
+    assert main(['forecast', str(data_path('tiny-sigmoid', 'config.json'))]) == 0 and 'this machine' in capsys.readouterr().out   # with nothing but what is measured here
     assert main(['forecast', 'nowhere']) == 2 and 'source' in capsys.readouterr().err
