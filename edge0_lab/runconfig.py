@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from .adapters import Adapter
+from .heads import Heads
 from .settings import LAB_ALLOWED, lab_defaults
 from .slots import slots_of
 
@@ -87,6 +88,7 @@ def _each_value(run):
     if run.k is not None: _count('k', run.k, 1)
     if not _has(run.prerouter, 'begin', 'routing', 'observe'): _one_of('prerouter', run.prerouter, PREROUTERS)
     _one_of('lora', run.lora, LORAS)
+    if run.heads is not None and not isinstance(run.heads, (str, Path, Heads)): _no('heads', run.heads, 'a prerouter_*.safetensors file, or Heads')
     if run.adapter is not None and not isinstance(run.adapter, (str, Path, Adapter)): _no('adapter', run.adapter, 'a lora_*.safetensors file, or an Adapter')
     for name, low in (('cache_slots', 0), ('stage_slots', 1), ('hot_slots', 1)):
         v = getattr(run, name)
@@ -122,8 +124,10 @@ def _together(run):
         t = run.throttle
         ok = isinstance(t, tuple) and len(t) == 2 and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in t) and t[0] >= 0 and t[1] > 0
         if not ok: _no('throttle', t, '(latency in s from 0, bytes per s above 0), or a function store -> store')
-    if run.heads is not None and run.prerouter is False: _no('heads', run.heads, 'None while prerouter is False')
-    if run.features == 'teacher' and run.prerouter is False: _no('features', run.features, "'executed' while prerouter is False")
+    if run.prerouter is not True and run.prerouter != 'shuffle':                     # nobody would look at them
+        who = repr(run.prerouter) if isinstance(run.prerouter, (bool, str)) else 'an object'
+        if run.heads is not None: _no('heads', run.heads, f'None while prerouter is {who}')
+        if run.features == 'teacher': _no('features', run.features, f"'executed' while prerouter is {who}")
     if run.adapter is not None and run.lora == 'off': _no('adapter', run.adapter, "None while lora is 'off'")
     if (run.decode == 'resident') != (run.prefill == 'resident'): _no('prefill', run.prefill, f"{'resident' if run.decode == 'resident' else ', '.join(PREFILL_PATHS[:3])} with decode {run.decode!r}")
     if run.decode == 'resident':
