@@ -143,13 +143,14 @@ def _panel(fig, j, n, along):
 
 def _joined(a, b, first):
     "Corresponding axes get one range, corresponding heat maps one colour range."
+    named = any(d['type'] == 'heatmap' for d in a[0])                        # rows of a map that have names, such as slots, are each run's own; plotly.js fails on joined ones
     for key, ax in a[1].items():
         twin = b[1][key[:5] + str(int(key[5:]) + first)]
         if ax.get('range') is not None and twin.get('range') is not None:
             up = ax['range'][0] <= ax['range'][1]
             lo, hi = (min(v) if (i == 0) == up else max(v) for i, v in enumerate(zip(ax['range'], twin['range'])))
             ax['range'] = twin['range'] = [lo, hi]
-        else: twin['matches'] = key[0] + key[5:]
+        elif not (named and ax.get('type') == 'category'): twin['matches'] = key[0] + key[5:]
     for p, q in zip(a[0], b[0]):
         if p['type'] == q['type'] == 'heatmap':
             p['showscale'] = False

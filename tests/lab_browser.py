@@ -7,11 +7,11 @@ from urllib.parse import unquote
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+FLAGS = ['--no-sandbox', '--disable-gpu', '--disable-breakpad', '--disable-crash-reporter']
 
 
 def chromium():
-    "Debian's browser; a test that needs it is skipped with the reason where there is none, or where nobody asked for it."
-    if os.environ.get('EDGE0_LAB_BROWSER') != 'on': pytest.skip('browser round trips run with EDGE0_LAB_BROWSER=on: they have not been seen to pass yet, the machine was too busy to load JupyterLab')
+    "Debian's browser; a test that needs it is skipped with the reason where there is none."
     for name in ('chromium', 'chromium-browser', 'google-chrome'):
         if shutil.which(name): return shutil.which(name)
     pytest.skip('no Chromium on PATH: `make test` installs it where it is root on Debian')
@@ -51,7 +51,7 @@ def free_port():
 @contextmanager
 def served(cmd, cwd, env, address, wait=300):
     "Start a server in a process group of its own; give the address it prints (a pattern with one group); end the group."
-    log = Path(cwd)/'server.log'
+    log = Path(cwd)/'server.log'                                    # kernels write there, too: the traceback of a widget's callback stands nowhere else
     with open(log, 'w') as out: p = subprocess.Popen(cmd, cwd=cwd, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         end = time.monotonic() + wait
@@ -59,6 +59,7 @@ def served(cmd, cwd, env, address, wait=300):
             assert p.poll() is None and time.monotonic() < end, f'{cmd}: no address\n{log.read_text()[-3000:]}'
             time.sleep(0.2)
         yield found[1]
+        assert 'Traceback' not in log.read_text(), log.read_text()[-3000:]
     finally:
         if p.poll() is None:
             os.killpg(p.pid, signal.SIGTERM)
@@ -86,7 +87,7 @@ def page_at(url, width=1500, height=1300):
     from playwright.sync_api import sync_playwright
     wrong = []
     with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=chromium(), args=['--no-sandbox', '--disable-gpu', '--disable-breakpad', '--disable-crash-reporter'])
+        browser = p.chromium.launch(executable_path=chromium(), args=FLAGS)
         page = browser.new_page(viewport=dict(width=width, height=height))
         page.set_default_timeout(90_000)
         page.on('pageerror', lambda e: wrong.append(f'page error: {e}'))
@@ -100,6 +101,21 @@ def page_at(url, width=1500, height=1300):
         finally: browser.close()
 
 
+def undrawn(figures):
+    "What a browser's plotly says to figures (name -> {data, layout}): a sentence for each that cannot be drawn."
+    import plotly
+    from playwright.sync_api import sync_playwright
+    draw = """async f => { const d = document.body.appendChild(document.createElement('div'));
+        try { await Plotly.newPlot(d, f.data, f.layout); return d.querySelectorAll('.main-svg path').length ? '' : 'nothing in it' } catch (e) { return e.message } finally { d.remove() } }"""
+    with sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=chromium(), args=FLAGS)
+        try:
+            page = browser.new_page()
+            page.add_script_tag(path=Path(plotly.__file__).parent/'package_data'/'plotly.min.js')
+            return {name: said for name, f in figures.items() if (said := page.evaluate(draw, dict(data=f['data'], layout=f['layout'])))}
+        finally: browser.close()
+
+
 NOTEBOOK = 'window.jupyterapp.shell.currentWidget'
 
 
@@ -109,15 +125,20 @@ def notebook_ready(page, name):
 
 
 def open_notebook(page, path):
-    page.evaluate('path => window.jupyterapp.commands.execute("docmanager:open", {path})', path)
+    page.evaluate('async path => { await window.jupyterapp.commands.execute("docmanager:open", {path}) }', path)   # what it gives cannot be sent here
     notebook_ready(page, path)
 
 
 def run_all(page):
     "Run every cell; what each gave, as the notebook's model has it."
-    page.evaluate('window.jupyterapp.commands.execute("notebook:run-all-cells")')
+    page.evaluate('async () => { await window.jupyterapp.commands.execute("notebook:run-all-cells") }')
     page.wait_for_function(f'() => {NOTEBOOK}.sessionContext.session.kernel.status === "idle" && [...{NOTEBOOK}.content.widgets].every(c => c.model.type !== "code" || !c.model.sharedModel.source.trim() || c.model.executionCount !== null)', timeout=120_000)
     return page.evaluate(f'() => {NOTEBOOK}.content.model.sharedModel.toJSON().cells')
+
+
+def complaints(page, wrong):
+    "What went wrong on a page, and every error or warning that stands in its outputs."
+    return wrong + page.locator('[data-mime-type="application/vnd.jupyter.error"], [data-mime-type="application/vnd.jupyter.stderr"]').all_inner_texts()
 
 
 def errors_of(cells): return [o for c in cells for o in c.get('outputs', []) if o['output_type'] == 'error']
@@ -127,12 +148,22 @@ class Panel:
     "The dashboard as a person has it: labels, buttons, words."
     def __init__(self, page): self.page, self.top = page, page.locator('.edge0').first
     def control(self, label): return self.top.locator('.widget-inline-hbox', has=self.page.locator('label', has_text=re.compile(rf'^{label}$')))
+    def box(self, label): return self.control(label).locator('input, textarea').or_(self.top.get_by_placeholder(label, exact=True))
+    def value(self, label): return self.box(label).input_value()
     def type(self, label, text):
-        box = self.control(label).locator('input, textarea')
+        box = self.box(label)
         box.fill(text)
         box.press('Tab')
+    def check(self, label): self.top.locator('label', has_text=re.compile(rf'^{label}$')).locator('input').check()
+    def tab(self, label): self.top.locator('.lm-TabBar-tab', has_text=re.compile(rf'^{label}$')).click()
+    def shown(self): return self.top.locator('.edge0-figures .widget-tab-contents > :not(.lm-mod-hidden)')
     def pick(self, label, text): self.control(label).locator('select').select_option(text)
     def press(self, label): self.top.get_by_role('button', name=label, exact=True).click()
     def wait_idle(self): self.page.wait_for_function("() => [...document.querySelectorAll('.edge0 button')].some(b => b.textContent.trim() === 'Run' && !b.disabled)")
     def tokens(self): return self.top.locator('.edge0-tokens button')
+    def figure(self, start): self.page.wait_for_function("s => [...document.querySelectorAll('.edge0-figures .gtitle')].some(t => t.textContent.startsWith(s))", arg=start)
+    def column(self, name):
+        table = self.top.locator('table', has=self.page.locator('th', has_text=re.compile(rf'^{name}$')))
+        at = table.locator('th').all_inner_texts().index(name)
+        return [r.locator('td').nth(at).inner_text() for r in table.locator('tbody tr').all()]
     def row(self, what): return self.top.locator('tr', has=self.page.locator('td', has_text=re.compile(rf'^{what}$'))).locator('td').all_inner_texts()[1:3]
