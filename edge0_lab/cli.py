@@ -66,14 +66,17 @@ def train_prerouter(
     steps:int=None,   # of the first half; this and what follows default as HeadRun has it
     batch:int=None,   # pairs a step
     lr:float=None,    # learning rate at its highest
-    out:str=None,     # file; default prerouter_k<k>.safetensors beside the checkpoint
+    out:str=None,     # file; default prerouter_k<k>.safetensors beside the checkpoint; with --all a folder, one in it for each tier
 ):
     "Distil the heads of a tier for one k (phase 1), judge them on held-out text, write them. Resumes. Under mlx.launch: data-parallel."
     import mlx.core as mx
     from dataclasses import replace
     from edge0_lab.distill import HeadRun, train_all, train_heads
-    if all: return train_all()
     given = lambda **v: {n: x for n, x in v.items() if x is not None}
+    if all:
+        if k is not None: raise ValueError(f'k: {k!r}; allowed: None with --all, which trains every tier for every k that is shipped')
+        options = given(windows=windows, T=T, heldout=heldout, served=served, steps=steps, batch=batch, lr=lr)
+        return train_all(words=[w for n, v in options.items() for w in (f'--{n}', v)], out=out)
     group = mx.distributed.init()
     said = train_heads(tier, k=k, run=replace(HeadRun(), **given(steps=steps, batch=batch, lr=lr)), out=out, group=group if group.size() > 1 else None, **given(windows=windows, T=T, heldout=heldout, served=served))
     if group.rank() == 0: _shown(said)

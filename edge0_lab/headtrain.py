@@ -124,12 +124,15 @@ def train_all(
     jobs:int=2,          # processes at a time
     say=print,           # told a line for each that is done
     words:tuple=(),      # further words for `edge0-lab train heads`
+    out:Path=None,       # folder for all of them, a folder in it for each tier; default beside the checkpoints
 ):
     "Every head file, in processes of their own; the first failure is raised when the others are through."
     threads = str(max(1, (os.cpu_count() or 1)//jobs))
     env = os.environ | dict(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads, EDGE0_LAB_THREADS=threads)
     def one(cell):
-        p = subprocess.run([sys.executable, '-c', 'import sys; from edge0_lab.cli import main; sys.exit(main())', 'train', 'heads', '--tier', cell[0], '--k', str(cell[1]), *map(str, words)], env=env, capture_output=True, text=True)
+        file = [] if out is None else ['--out', Path(out)/cell[0]/f'prerouter_k{cell[1]}.safetensors']
+        if file: file[1].parent.mkdir(parents=True, exist_ok=True)
+        p = subprocess.run([sys.executable, '-c', 'import sys; from edge0_lab.cli import main; sys.exit(main())', 'train', 'heads', '--tier', cell[0], '--k', str(cell[1]), *map(str, (*words, *file))], env=env, capture_output=True, text=True)
         if p.returncode: raise RuntimeError(f'train heads {cell[0]} k = {cell[1]}: ended with {p.returncode}: {p.stderr.strip()[-600:]}')
         told = json.loads(p.stdout)['loss']['trained']
         say(f'{cell[0]}, k = {cell[1]}: {told["nats"]:.3f} nats on held-out text')
