@@ -82,14 +82,15 @@ def lab(tmp, env=None):
 
 
 @contextmanager
-def page_at(url, width=1500, height=1300):
-    "A page and the list of what went wrong on it: page errors, failed requests, answers from 400."
+def page_at(url, width=1500, height=1300, empty=None):
+    "A page and the list of what went wrong on it: page errors, failed requests, answers from 400. Addresses that match `empty` are answered with nothing."
     from playwright.sync_api import sync_playwright
     wrong = []
     with sync_playwright() as p:
         browser = p.chromium.launch(executable_path=chromium(), args=FLAGS)
         page = browser.new_page(viewport=dict(width=width, height=height))
         page.set_default_timeout(90_000)
+        if empty: page.route(empty, lambda r: r.fulfill(status=200, content_type='text/css', body=''))
         page.on('pageerror', lambda e: wrong.append(f'page error: {e}'))
         page.on('requestfailed', lambda r: None if 'ERR_ABORTED' in (r.failure or '') else wrong.append(f'{r.failure}: {r.url}'))
         page.on('response', lambda r: wrong.append(f'{r.status}: {r.url}') if r.status >= 400 else None)
