@@ -60,7 +60,7 @@ def train_prerouter(
     k:int=None,       # experts per token; default the tier's
     all:bool=False,   # every head file that is shipped, in processes of their own
     windows:int=None, # of training text, for each half
-    T:int=None,       # tokens a window
+    tokens:int=None,  # a window
     heldout:int=None, # windows of held-out text to judge by
     served:float=None, # second half, on the states the heads lead to, as a share of the first half's steps
     steps:int=None,   # of the first half; this and what follows default as HeadRun has it
@@ -75,10 +75,10 @@ def train_prerouter(
     given = lambda **v: {n: x for n, x in v.items() if x is not None}
     if all:
         if k is not None: raise ValueError(f'k: {k!r}; allowed: None with --all, which trains every tier for every k that is shipped')
-        options = given(windows=windows, T=T, heldout=heldout, served=served, steps=steps, batch=batch, lr=lr)
+        options = given(windows=windows, tokens=tokens, heldout=heldout, served=served, steps=steps, batch=batch, lr=lr)
         return train_all(words=[w for n, v in options.items() for w in (f'--{n}', v)], out=out)
     group = mx.distributed.init()
-    said = train_heads(tier, k=k, run=replace(HeadRun(), **given(steps=steps, batch=batch, lr=lr)), out=out, group=group if group.size() > 1 else None, **given(windows=windows, T=T, heldout=heldout, served=served))
+    said = train_heads(tier, k=k, run=replace(HeadRun(), **given(steps=steps, batch=batch, lr=lr)), out=out, group=group if group.size() > 1 else None, **given(windows=windows, T=tokens, heldout=heldout, served=served))
     if group.rank() == 0: _shown(said)
 
 # %% ../nbs/19_cli.ipynb #cell007
