@@ -210,3 +210,26 @@ def test_the_shipped_ladder(name):
         assert all(lo <= v <= hi for v, lo, hi in value.values())
         for n in ('shuffle', 'most used', 'previous token', 'next gate, next token'): assert value['shipped head'][1] > value[n][2], (k, n)
         for g in l['rungs'].values(): assert len(g['recall'][0]) == 3*int(k) and (np.diff(np.array(g['recall']).mean(0)) >= 0).all()
+
+
+# ---- all head files, end to end
+
+def test_every_head_file_in_processes_of_their_own(tmp_path, monkeypatch, capfd):
+    "The real command with next to no text: options reach every process, nothing is written beside the checkpoints."
+    from edge0_lab import headtrain
+    from edge0_lab.cli import main
+    rng, cache = np.random.default_rng(0), tmp_path/'cache'
+    cache.mkdir()
+    np.savez(cache/'tokens.npz', **{'train/a': rng.integers(0, 4096, 400), 'heldout/a': rng.integers(0, 4096, 300)})
+    monkeypatch.setenv('EDGE0_LAB_CACHE', str(cache))
+    real, cells, before = headtrain.train_all, [('tiny-softmax', 2), ('tiny-sigmoid', 4)], {p: p.stat().st_mtime_ns for p in tier('tiny-softmax').checkpoint.parent.glob('tiny-*/prerouter_*')}
+    monkeypatch.setattr('edge0_lab.distill.train_all', lambda **kw: real(cells, **kw))
+    assert main('train heads --all --windows 2 --tokens 16 --heldout 2 --steps 2 --batch 8 --served 1 --lr 0.001'.split() + ['--out', str(tmp_path/'heads')]) == 0
+    assert sorted(p.relative_to(tmp_path/'heads').as_posix() for p in (tmp_path/'heads').rglob('*.safetensors')) == ['tiny-sigmoid/prerouter_k4.safetensors', 'tiny-softmax/prerouter_k2.safetensors']
+    for name, k in cells:
+        log, heads = json.loads((tmp_path/'heads'/name/f'prerouter_k{k}.json').read_text()), read_heads(find_heads(tmp_path/'heads'/name, k))
+        assert heads.k == k and heads.owners == read_heads(find_heads(tier(name).checkpoint, k)).owners
+        assert (log['windows'], log['T'], log['heldout'], log['served'], log['run']['steps'], log['run']['batch'], log['run']['lr']) == (2, 16, 2, 1, 2, 8, 0.001)
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+    assert capfd.readouterr().out.count('nats on held-out text') == 2
+    assert main(['train', 'heads', '--all', '--k', '4']) == 2 and 'k: 4' in capfd.readouterr().err
