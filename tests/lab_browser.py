@@ -89,7 +89,7 @@ def page_at(url, width=1500, height=1300, empty=None):
     with sync_playwright() as p:
         browser = p.chromium.launch(executable_path=chromium(), args=FLAGS)
         page = browser.new_page(viewport=dict(width=width, height=height))
-        page.set_default_timeout(90_000)
+        page.set_default_timeout(180_000)                         # a bound, not a wait: the machine may be busy with other things
         if empty: page.route(empty, lambda r: r.fulfill(status=200, content_type='text/css', body=''))
         page.on('pageerror', lambda e: wrong.append(f'page error: {e}'))
         page.on('requestfailed', lambda r: None if 'ERR_ABORTED' in (r.failure or '') else wrong.append(f'{r.failure}: {r.url}'))

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def text_of(output):
     if output.output_type == 'stream': return output.text
     data = output.get('data', {})
-    return data.get('text/markdown') or data.get('text/plain', '')
+    return data.get('text/markdown', data.get('text/plain', ''))
 
 
 def cell_md(cell):
