@@ -78,7 +78,7 @@ class ExpertStore:
         threads:int=8,   # readers of the shared pool
         calls=None,      # page-cache calls; the platform's own by default
     ):
-        if threads < 1: raise ValueError(f'threads: {threads} is impossible; at least 1')
+        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1: raise ValueError(f'threads: {threads!r} is impossible; a whole number, at least 1')
         self.ck, self.threads, self.calls, self.notes = ck, threads, calls or reads.CALLS, []
         found = _found(ck)
         if not found: raise CheckpointError(ck.path, None, 'no routed experts', f'{len(ck)} tensors', 'names with switch_mlp or experts')

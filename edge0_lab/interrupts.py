@@ -10,27 +10,29 @@ import signal, threading
 from contextlib import contextmanager
 
 # %% ../nbs/00d_interrupts.ipynb #cell005
-_asked = False
+_asked = _inside = False
 
 def _note(signum, frame):
-    "The first is remembered, the second is raised here."
+    "The first is remembered, the second is raised here; once the block is being left, every one is remembered."
     global _asked
-    again, _asked = _asked, not _asked
+    again, _asked = _asked and _inside, not (_asked and _inside)
     if again: signal.default_int_handler(signum, frame)
 
 @contextmanager
 def held_interrupts():
     "Ctrl-C waits for a `checkpoint`, at the latest for the end of this block."
-    global _asked
+    global _asked, _inside
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    _asked = False
+    _asked, _inside = False, True
     try:
         signal.signal(signal.SIGINT, _note)
         yield
-    finally: signal.signal(signal.SIGINT, signal.default_int_handler)
-    checkpoint()
+    finally:
+        _inside = False # from here on nothing may be raised before the handler is back
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        checkpoint()
 
 def checkpoint():
     "Nothing is half done here: raise the Ctrl-C that waits."

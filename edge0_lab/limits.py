@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['group_room', 'free_memory', 'device_memory', 'size_text', 'need_memory', 'limit_policy', 'mlx_limits', 'alone',
-           'others_may', 'finish_thread']
+           'when_free', 'others_may', 'finish_thread']
 
 # %% ../nbs/00c_limits.ipynb #cell002
-import functools, os, threading
+import functools, os, threading, warnings
+from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -100,8 +101,30 @@ def alone(
     "One thread of the process at a time; the same thread may go deeper. Ctrl-C waits for a layer's start."
     @functools.wraps(f)
     def run(*args, **kw):
-        with _turn, held_interrupts(): return f(*args, **kw)
+        try:
+            with _turn, held_interrupts():
+                _takes.turns = True
+                return f(*args, **kw)
+        finally:
+            if _left: _tidy()
     return run
+
+_left, _takes = deque(), threading.local()
+
+def when_free(
+    f, # closes something that nobody can reach any more
+):
+    "Run f in a turn: now, or behind the turn that somebody has. For `__del__`, which comes in any thread, in the middle of anything, and may not wait."
+    _left.append(f)
+    _tidy()
+
+def _tidy():
+    "Only where no turn is being taken, and only in a thread that takes turns: a reader cannot wait for itself."
+    while _left and getattr(_takes, 'turns', False) and not _turn._is_owned() and _turn.acquire(blocking=False):
+        try:
+            if _left: _left.popleft()()
+        except Exception as e: warnings.warn(f'closed late, with {type(e).__name__}: {e}', stacklevel=2)
+        finally: _turn.release()
 
 @contextmanager
 def others_may():

@@ -186,6 +186,7 @@ def dequantize(
     if is_mlx(q.weight):
         if dtype is not None and not (isinstance(dtype, mx.Dtype) and dtype in (mx.float32, q.scales.dtype)): _refuse('dtype', dtype, f'None, mx.float32, {q.scales.dtype}')
         s, b = (a if dtype is None else a.astype(dtype) for a in (q.scales, q.biases))
+        if not q.weight.size: return mx.zeros(q.shape, s.dtype)  # MLX cannot reshape nothing
         return mx.dequantize(q.weight, s, b, q.group_size, q.bits)
     dtype = dtype or np.float32
     if dtype not in (np.float32, np.float64): _refuse('dtype', dtype, 'np.float32, np.float64')

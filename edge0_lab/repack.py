@@ -114,14 +114,17 @@ def _reader(ck, rows, hashes, step=8 << 20):
     return pieces
 
 # %% ../nbs/03g_repack.ipynb #cell013
+def _source_hashes(ck, rows, step=8 << 20):
+    "sha256 of each tensor, read where it lies in the source."
+    out = {}
+    pieces = _reader(ck, rows, out, step)
+    for name, *_ in rows:
+        for _ in pieces(name): continue
+    return out
+
 def _hashes(path, step=8 << 20):
     "sha256 of each tensor of a file, read back from the disk."
-    with Checkpoint.open(path) as ck:
-        out = {}
-        pieces = _reader(ck, [(e.name, e.dtype, e.shape, 0, e.offset, e.nbytes) for e in map(ck.entry, ck.names())], out, step)
-        for name in ck.names():
-            for _ in pieces(name): continue
-        return out
+    with Checkpoint.open(path) as ck: return _source_hashes(ck, [(e.name, e.dtype, e.shape, 0, e.offset, e.nbytes) for e in map(ck.entry, ck.names())], step)
 
 def _identity(ck):
     "A fingerprint of the source: every tensor's name, dtype, shape and place."
@@ -150,7 +153,7 @@ def repack(
         if state.get('source') != me: raise CheckpointError(log, None, 'out holds another checkpoint', str(state.get('source'))[:12], me[:12])
         for p in out.glob('model*.safetensors'):
             if p.name not in files: raise CheckpointError(p, None, 'out holds a file that is not ours', p.name, 'an empty directory or an unfinished repack')
-        kept = {f for f in files if f in state['files'] and _good(out/f, state['files'][f])}
+        kept = {f for f, rows in files.items() if f in state['files'] and _good(out/f, state['files'][f]) and _source_hashes(ck, rows) == state['files'][f]}
         need, free = sum(r[5] for f, rows in files.items() if f not in kept for r in rows), shutil.disk_usage(out).free
         if need > free: raise OSError(28, f'repack: {need >> 20} MiB are needed in {out.name}, {free >> 20} MiB are free')
         for i, (f, rows) in enumerate(files.items()):

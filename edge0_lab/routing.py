@@ -97,8 +97,8 @@ def _groups(E, k, n_group, topk_group):
     return n_group, topk_group
 
 def _factor(scale):
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float('inf'):
-        raise ValueError(f'scale: {scale!r}; allowed: a finite number above 0')
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < 3e38:
+        raise ValueError(f'scale: {scale!r}; allowed: a number above 0 that float32 holds')
 
 def _norms(norm, *allowed):
     if isinstance(norm, np.bool_): norm = bool(norm)
@@ -185,7 +185,7 @@ def sigmoid_group_topk(
     down = -a
     ids = mx.argsort(down, axis=-1)[..., :k]
     w = mx.take_along_axis(s, ids, axis=-1)
-    return ids, (w/(_their_sum(s, down if rank is None else rank, w, k) + 1e-20) if norm else w)*scale
+    return ids, (w/(_their_sum(s, down if rank is None else rank, w, k) + 1e-20) if norm else w)*float(scale)
 
 def _their_sum(s, down, w, k):
     "Sum of w in the order mlx-lm adds; in our own order where its set is another one."

@@ -58,11 +58,13 @@ class Tier:
     checkpoint_env:str = '' # variable that overrides `checkpoint`
 
 # %% ../nbs/00_settings.ipynb #cell012
+_MOST = 10_000 # numbers of a range
+
 def _ints(text):
     "`a..b` inclusive, or a comma list."
     if '..' in text:
         a, b = map(int, text.split('..'))
-        if a > b: raise ValueError('backwards')
+        if a > b or b - a >= _MOST: raise ValueError('backwards, or no model has so many layers')
         return tuple(range(a, b + 1))
     return tuple(int(p) for p in text.split(',') if p.strip())
 
@@ -71,7 +73,7 @@ def _path(text):
     return Path(text)
 
 _read = {int: (int, 'a whole number'), float: (float, 'a number'), str: (str, 'text'), Path: (_path, 'a path'),
-         tuple: (_ints, 'whole numbers, "a..b" with a <= b, or "a, b, c"')}
+         tuple: (_ints, f'whole numbers, "a..b" with a <= b and at most {_MOST} of them, or "a, b, c"')}
 
 def _typed(section, key, text, kind):
     "One value, or an error that names section and key."
@@ -104,7 +106,7 @@ def _possible(t):
 def _sections(path=None):
     "Parsed settings.ini; duplicate keys and sections are errors of the parser itself."
     path = Path(path or os.environ.get('EDGE0_LAB_SETTINGS') or _shipped('settings.ini'))
-    parser = configparser.ConfigParser(interpolation=None, inline_comment_prefixes=('#',))
+    parser = configparser.ConfigParser(interpolation=None, inline_comment_prefixes=('#',), default_section='')
     try: parser.read_string(path.read_text(encoding='utf8'), source=path.name)
     except (configparser.Error, UnicodeDecodeError) as e: raise ValueError(f'settings {path.name}: {e}') from None
     for s in parser.sections():

@@ -29,8 +29,8 @@ class Throttle:
         latency_s:float,          # seconds before the first byte of a load
         bytes_per_s:float,        # of the whole disk
     ):
-        if not latency_s >= 0: raise ValueError(f'latency_s: {latency_s!r} is impossible; at least 0')
-        if not bytes_per_s > 0: raise ValueError(f'bytes_per_s: {bytes_per_s!r} is impossible; above 0')
+        if not isinstance(latency_s, (int, float)) or not 0 <= latency_s < float('inf'): raise ValueError(f'latency_s: {latency_s!r} is impossible; seconds, at least 0 and finite')
+        if not isinstance(bytes_per_s, (int, float)) or not bytes_per_s > 0: raise ValueError(f'bytes_per_s: {bytes_per_s!r} is impossible; a number above 0')
         self.store, self.latency_s, self.bytes_per_s = store, latency_s, bytes_per_s
         self._lock, self._free = threading.Lock(), 0.0
 

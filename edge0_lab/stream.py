@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 from fastcore.basics import patch
 
-from .limits import alone
+from .limits import alone, when_free
 from .outcome import Out, machine
 
 # %% ../nbs/09h_stream.ipynb #cell005
@@ -107,7 +107,7 @@ def __enter__(self:Stream): return self
 def __exit__(self:Stream, *_): self.close()
 @patch
 def __del__(self:Stream):
-    if self.session is not None: self.close()
+    if self.session is not None and self._out is None: when_free(self.close)
 
 @patch(as_prop=True)
 def out(self:Stream)->Out:
@@ -130,7 +130,7 @@ def _made(self:Stream):
     about = dict(model=lab.loaded.path.name, lora=lora, k=s.k, E=s.E, dtype=str(lab.loaded.dtype).split('.')[-1], kernel=s.exact.kernel if s.caches is not None else 'mlx-lm', paths={int(l): p for l, p in s.wanted.items()}, slots=slots, disk=s.store.label, machine=machine())
     tokens, trace = list(s.tokens), None
     if s.recorder is not None:
-        read = [s.prompt[-1], *tokens][:len(tokens)]
+        read = [*s.prompt[-1:], *tokens][:len(tokens)]
         promised = {str(l): [*p[0].place, *p[0].missing] for l, row in s.stage.rows.items() for p in row.queue} if s.stage is not None else {}   # for the step that did not come
         trace = s.trace(memory=memory, finish=self.finish, about=about, counters=counts, promised=promised, text=[tok.decode([t]) for t in read] if tok is not None else None)
     return Out(''.join(self.text), tokens, trace, self.finish, len(s.prompt), run, counts, memory, dict(prefill_s=s.prefill_s, decode_s=sum(s.step_s), step_s=list(s.step_s)), about)

@@ -249,6 +249,14 @@ def test_bad_input(call, message):
     assert 'allowed' in str(e.value)
 
 
+@pytest.mark.parametrize('shape', [(0, 64), (2, 0, 128), (0, 3, 64)])
+@pytest.mark.parametrize('dtype', [None, mx.float32])
+def test_nothing_is_dequantised_to_nothing(shape, dtype):
+    q = quantize(mx.zeros(shape, mx.bfloat16))
+    got = dequantize(q, dtype)
+    assert tuple(got.shape) == shape == dequantize(q.map(host)).shape and got.dtype == (dtype or mx.bfloat16)
+
+
 @pytest.mark.case(30)  # CASE 30: every bf16 tensor, a scalar too, becomes NumPy without turning complex
 def test_bf16_to_numpy():
     for a in (mx.array(1.5, mx.bfloat16), mx.array([1.5, -2.0], mx.bfloat16), make_stack(1, 64, 64).up.scales):

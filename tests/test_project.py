@@ -62,6 +62,7 @@ SETTINGS = (ROOT/'settings.ini').read_text()
     ('owners = 1..6\nconsumers = 2..7', 'owners = 6..1\nconsumers = 7..2', 'tier tiny-softmax', 'owners'),
     ('checkpoint = tiny-softmax', 'checkpoint =', 'tier tiny-softmax', 'checkpoint'),
     ('served_k = 8, 4, 2', 'served_k = 8, 8', 'tier tiny-softmax', 'served_k'),
+    ('owners = 6..38', 'owners = 6..999999999999', 'tier edge0-35b', 'owners'),
     ('hold = single', 'hold = triple', 'lab', 'hold'),
     ('hold = single', 'holding = single', 'lab', 'holding'),
 ])
@@ -80,7 +81,7 @@ def test_a_tier_has_a_name_of_its_own(name, tmp_path):
     with pytest.raises(ValueError, match=rf'\[{name}\].*allowed'): tiers(p)
 
 
-@pytest.mark.parametrize('text', ['', 'k = 3', '[tier a]\n[tier a]', '[lab]\nseed = 0\nseed = 1', '[oven]\nx = 1'])
+@pytest.mark.parametrize('text', ['', 'k = 3', '[tier a]\n[tier a]', '[lab]\nseed = 0\nseed = 1', '[oven]\nx = 1', '[DEFAULT]\nseed = 0'])
 def test_unparsable_settings_are_refused(text, tmp_path):
     p = tmp_path/'settings.ini'
     p.write_text(text)

@@ -578,7 +578,7 @@ def test_softmax_weights_carry_the_flag_themselves(norm, dtype):
 @pytest.mark.parametrize('call, message', [
     (lambda x, f: sigmoid_group_topk(x, 2, 4, 2, bias=f(np.zeros((3, 8), np.float32))), r'bias: shape \(3, 8\)'),
     (lambda x, f: sigmoid_group_topk(x, 2, 4, 2, scale=float('nan')), 'scale: nan'), (lambda x, f: sigmoid_group_topk(x, 2, 4, 2, scale=-1), 'scale: -1'),
-    (lambda x, f: sigmoid_group_topk(x, 2, 4, 2, scale='a'), "scale: 'a'"), (lambda x, f: sigmoid_group_topk(x, 2, 4, 2, norm='chosen'), "norm: 'chosen'"),
+    (lambda x, f: sigmoid_group_topk(x, 2, 4, 2, scale='a'), "scale: 'a'"), (lambda x, f: sigmoid_group_topk(x, 2, 4, 2, scale=10**39), 'scale: 1000'), (lambda x, f: sigmoid_group_topk(x, 2, 4, 2, norm='chosen'), "norm: 'chosen'"),
     (lambda x, f: softmax_topk(x, 2, [1]), r'norm: \[1\]'), (lambda x, f: topk_onehot([[1]], 4), 'ids: list'),
     (lambda x, f: topk_onehot(f(np.zeros((1, 1), np.int32)), 4, np.float32 if f is mx.array else mx.float32), 'dtype: '),
     (lambda x, f: Router('sigmoid_group', 8, 2, masked='x'), "masked: 'x'"), (lambda x, f: Router.from_config(None), 'config: NoneType'),

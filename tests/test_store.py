@@ -396,6 +396,15 @@ def test_repack_goes_on_after_an_error_and_distrusts_damage(small, tmp_path):
     with pytest.raises(CheckpointError, match='another checkpoint'): repack(synth_experts(tmp_path/'x', 1, E, D, F), tmp_path/'out')
 
 
+def test_repack_keeps_nothing_of_another_checkpoint_of_the_same_shape(tmp_path):
+    "Headers alone cannot tell a model from the same model trained on."
+    old, new = (synth_experts(tmp_path/str(seed), 2, E, D, F, seed=seed) for seed in (1, 2))
+    repack(old, tmp_path/'out')
+    assert (repack(old, tmp_path/'out')['kept'], repack(new, tmp_path/'out')['kept']) == (3, 1)       # the first file holds no expert: empty in both
+    a, b = opened(new), opened(tmp_path/'out')
+    for layer in a.layers: assert all(v.tobytes() == b.arrays(layer, 1)[p].tobytes() for p, v in a.arrays(layer, 1).items())
+
+
 def test_throttle_is_simulated_and_shares_its_bandwidth(small):
     s = opened(small)
     slow = Throttle(s, 0.01, 1e6)
@@ -405,8 +414,12 @@ def test_throttle_is_simulated_and_shares_its_bandwidth(small):
     fast = Throttle(s, 0, 1e15)
     assert [f.result() for f in fast.read_many([(0, i, r) for i, r in enumerate(rows)])] == [s.spec(0).total]*2
     assert (rows[1][0] == s.arrays(0, 1)['gate.weight'].reshape(-1).view(np.uint8)).all()
-    for args in ((s, -1, 1), (s, 0, 0), (s, float('nan'), 1)):
-        with pytest.raises(ValueError): Throttle(*args)
+    for args in ((s, -1, 1), (s, float('nan'), 1), (s, float('inf'), 1), (s, '1', 1), (s, None, 1)):
+        with pytest.raises(ValueError, match='latency_s'): Throttle(*args)
+    for rate in (0, float('nan'), '1', None):
+        with pytest.raises(ValueError, match='bytes_per_s'): Throttle(s, 0, rate)
+    for threads in (0, 1.5, True, '8'):
+        with pytest.raises(ValueError, match='threads'): ExpertStore(s.ck, threads=threads)
 
 
 def test_fill_in_place_allocates_nothing(small):
