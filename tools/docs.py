@@ -7,6 +7,7 @@ nbdev's `proc_nbs` documents what a page exports; smalldocs lays the pages out. 
 drawn by one shared plotly.min.js, a formula becomes MathML, the name of a page in the text becomes a link.
 """
 import html, json, os, re, shutil, subprocess, sys
+from functools import partialmethod
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlparse
@@ -43,9 +44,9 @@ def figure(data, up, first):
 def formulas(text):
     "Dollar formulas as MathML, outside code."
     from latex2mathml.converter import convert
-    def one(m): return f'`{convert(m[1] or m[2], display="block" if m[1] else "inline")}`{{=html}}'
+    def one(m): return convert(m[1] or m[2], display="block" if m[1] else "inline")
     parts = re.split(r'(```.*?```|`[^`\n]*`)', text, flags=re.S)
-    return ''.join(p if i % 2 else re.sub(r'\$\$(.+?)\$\$|(?<![\\$\w])\$(?=\S)([^$\n]+?)(?<=\S)\$(?![\w$])', one, p, flags=re.S) for i, p in enumerate(parts))
+    return ''.join(p if i % 2 else re.sub(r'\$\$(.+?)\$\$|(?<![\\$])\$(?=\S)([^$\n]+?)(?<=\S)\$(?![\w$])', one, p, flags=re.S) for i, p in enumerate(parts))
 
 
 def linked(text, page, known):
@@ -78,12 +79,25 @@ def sidebar(known):
     return [dict(section=name, contents=[dict(text=f"{p.stem.split('_')[0]}  {title(p)}" if name == 'Rooms' else title(p), href=str(p)) for p in ps]) for name, ps in groups.items() if ps]
 
 
+def _execute(self, cell, was=None):
+    "nbdev's execution of exported cells, for the tables of arguments; a page whose exports need a package that is not here (torch lives in .venv-train) goes without, and that is said."
+    if getattr(self, 'left', False): return
+    try: was(self, cell)
+    except Exception as e:
+        if not isinstance(e.__cause__, ModuleNotFoundError): raise
+        self.left = True
+        print(f"docs: {self.nb.frontmatter_.get('title')}: no tables of arguments, {e.__cause__}")
+
+
 def build():
     import plotly
+    from nbdev import processors
     from nbdev.serve import proc_nbs
     shutil.rmtree(PROC, ignore_errors=True)
-    os.chdir(ROOT)
-    proc_nbs(n_workers=2)
+    os.chdir(ROOT/'nbs')                                     # where pages run
+    processors._do_eval = lambda cell: cell.cell_type == 'code' and bool({'export', 'exporti'} & set(cell.directives_) or 'show_doc(' in cell.source)   # not a lesson's cell that happens to import: its outputs stand in the page
+    processors.exec_show_docs.__call__ = partialmethod(_execute, was=processors.exec_show_docs.__call__)
+    proc_nbs(n_workers=0)                                    # in this process, which knows the line above
     if (ROOT/'nbs'/'images').is_dir(): shutil.copytree(ROOT/'nbs'/'images', PROC/'images', dirs_exist_ok=True)
     known = {p.stem: str(p) for p in pages()}
     drawn = sum(prepare(p, known) for p in pages())
