@@ -72,20 +72,31 @@ def task(
 def lab_arm(
     path:str,
     decode:str='staged', # or hot
+    streamed:bool=True,  # also time prefill as it is served
     long=(), prompt=(), tokens=(), turns=2, skip=4, threads=2, context=576, # as from `task`
 )->dict:
     "edge0_lab with every expert in memory."
     with Lab.open(path) as lab:
-        layers, E, prefill = lab.moe_layers, lab.E, []   # the last token of a prompt waits for the first step, which brings its own
-        for _ in range(turns + 1):
-            with lab.prefill([*long, 0], RunConfig(prerouter=False, trace=False)) as s: prefill.append(s.prefill_s)
-        extra = dict(hot_slots=E) if decode == 'hot' else {}
-        with lab.prefill([*prompt, 0], RunConfig(decode=decode, prefill='exact', prerouter=False, trace=False, cache_slots=E*len(layers), **extra)) as s:
+        layers, E = lab.moe_layers, lab.E
+        plain = dict(prerouter=False, trace=False)
+        full = RunConfig(decode=decode, prefill='exact', cache_slots=E*len(layers), **plain, **(dict(hot_slots=E) if decode == 'hot' else {}))
+        def resident(tokens): # a session with everything in its slots; a prompt's last token waits for the first step, which brings its own
+            s = lab._session(full)
+            s.open_slots()
             for l in layers: s.caches[l].release(s.caches[l].acquire(l, range(E)))
+            for c in s.caches.each(): c.arena.stack.table         # addresses looked up and pages gathered once, as llama.cpp repacks when it opens
+            s.prefill([*tokens, 0])
+            return s
+        prefill, whole = [], []
+        for _ in range(turns + 1):
+            with resident(long) as s: prefill.append(s.prefill_s)
+        for _ in range(2 if streamed else 0):
+            with lab.prefill([*long, 0], RunConfig(**plain)) as s: whole.append(s.prefill_s)
+        with resident(prompt) as s:
             before = s.counters.snapshot()
             for t in tokens: s.step(t)
             c, logits = s.counters.since(before).as_dict(), np.array(s.logits.astype(mx.float32))
-        return dict(prefill_s=prefill[1:], step_s=s.step_s[skip:], logits=logits.tolist(), about=dict(path=f'{decode}, all experts resident; prefill whole-layer', dtype=str(lab.loaded.dtype).split('.')[-1], loads=c['loads'], drops=c['drops']))
+        return dict(prefill_s=prefill[1:], streamed_s=whole[1:], step_s=s.step_s[skip:], logits=logits.tolist(), about=dict(path=f'{decode}, all experts resident', dtype=str(lab.loaded.dtype).split('.')[-1], loads=c['loads'], drops=c['drops']))
 
 # %% ../../nbs/13p_peer_arms.ipynb #cell012
 def mlx_lm_arm(

@@ -17,6 +17,7 @@ import numpy as np
 
 from .decode import PROMPT, limited, tokens_for
 from .paired import AGAIN, about_machine, rotated
+from .paper_tables import write_paper_html
 from ..decode import Lab, RunConfig
 from ..prerouter import Heads, read_heads
 from ..settings import tiers
@@ -181,4 +182,5 @@ def bench_paper(
         if progress: print(name, flush=True)
         report['cells'][name] = run_cell(checkpoint, f, kw, gib)
         if out: write_json(out, report)
+    if out: write_paper_html(report, Path(out).with_suffix('.html'))
     return report
