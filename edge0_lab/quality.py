@@ -97,16 +97,17 @@ def recovery_rows(
     for r in shipped_quality() if reports is None else reports:
         loss = {a: np.array(v['loss']) for a, v in r['heldout'].items()}
         lost = interval(loss['prerouter'] - loss['teacher'])
+        gap = {a: (np.array(v['under_teacher']) - v['under_self']).mean(1) for a, v in r['free'].items() if a in r['arms']}   # (texts,) KL on own text
         for a in r['arms']:
             mean, low, high = interval(loss[a])
-            own = r['free'][a]
             row = dict(tier=r['tier'], k=r['k'], arm=a, loss=mean, low=low, high=high, perplexity=float(np.exp(mean)), kl=float(np.mean(r['heldout'][a]['kl'])), same=float(np.mean(r['heldout'][a]['same'])),
-                       above_teacher=float((loss[a] - loss['teacher']).mean()), free_kl=float(np.mean(own['under_teacher']) - np.mean(own['under_self'])), free_loss=float(np.mean(own['under_teacher'])), again=float(np.mean(own['again'])))
+                       above_teacher=float((loss[a] - loss['teacher']).mean()), free_kl=float(gap[a].mean()), free_loss=float(np.mean(r['free'][a]['under_teacher'])), again=float(np.mean(r['free'][a]['again'])))
             row |= {f'task_{n}': float(np.mean(v)) for n, v in r['tasks'][a].items()}
             if a not in ('teacher', 'int4', 'prerouter'):
                 share = recovered(loss['teacher'], loss['prerouter'], loss[a])
                 row |= dict(zip(('recovered', 'recovered_low', 'recovered_high'), share))
                 row |= dict(counts=bool(lost[0] >= 3*(lost[2] - lost[1])), reaches=bool(share[1] >= 0.6))
+            if a == 'opd' and 'sft' in gap: row |= dict(zip(('gain', 'gain_low', 'gain_high'), interval(gap['sft'] - gap[a])))
             rows.append(row)
     return rows
 

@@ -167,7 +167,7 @@ def _with(lab, at, window, k):
 # %% ../../nbs/13g_bench_merge.ipynb #cell014
 def bench_merge(
     tiers:str='tiny-softmax,tiny-sigmoid', # whose checkpoints and adapters
-    windows:int=4,            # of held-out text, for the logits
+    windows:int=2,            # of held-out text, for the logits
     tokens:int=256,           # each
     sizes:str='0.125,0.5',    # of the random changes at the logits, in steps
     out:str='',               # JSON to write
@@ -196,7 +196,7 @@ def _tier_report(lab, n, T, sizes):
         if ts: forms.append(dict(bits=b, group_size=g, matrices=len(ts), step=float(f'{np.mean([np.abs(np.array(q.scales.astype(mx.float32))).mean() for q in ts.values()]):.4g}'), **weight_curves(ts, SIZES[1::2], ('refit',))))
     reference, held = Reference(folder), Corpus.open().windows('heldout', n, T, 1)
     base = _served(lab, held, lab.native_k)
-    adapters = {f'random, {s:g} steps': random_adapter(model, s) for s in sizes} | ours
+    adapters = {f'random, {s:g} steps': random_adapter(model, s) for s in sizes} | {a: ad for a, ad in ours.items() if a == f'lora_k{lab.tier.k}'}   # of ours, the one this tier is served with
     logits = []
     for a, ad in tqdm(adapters.items(), desc=f'{folder.name}: logits', leave=False):
         for kind in ('all', *of):
