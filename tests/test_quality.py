@@ -117,7 +117,7 @@ def test_both_phases_bring_something_back_in_every_cell():
         if r['arm'] in ('sft', 'opd'): assert r['counts'] and r['recovered_low'] > 0.1, (r['tier'], r['k'], r['arm'])
 
 
-@pytest.mark.xfail(strict=True, reason='20 to 32 % come back after 768 to 1,536 rows: the curves still fall when the rows end, see page 14f_probe_quality')
+@pytest.mark.xfail(strict=True, reason='23 to 32 % come back after 768 to 1,536 rows, see page 14f_probe_quality')
 def test_three_fifths_of_the_loss_come_back():
     assert all(r['reaches'] for r in recovery_rows() if r['arm'] == 'opd' and r['counts'])
 
