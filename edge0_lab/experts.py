@@ -6,7 +6,7 @@
 __all__ = ['Span', 'ExpertStore']
 
 # %% ../nbs/03e_experts.ipynb #cell002
-import warnings
+import operator, warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -114,7 +114,9 @@ class ExpertStore:
 def _layer(self, layer, e=0):
     if layer not in self._layers: raise ValueError(f'layer: {layer} has no routed experts; allowed: {self.layers}')
     t = self._layers[layer]
-    if not 0 <= e < t.E: raise ValueError(f'expert: {e} in layer {layer} is impossible; 0 to {t.E - 1}')
+    try: known = 0 <= operator.index(e) < t.E
+    except TypeError: known = False
+    if not known: raise ValueError(f'expert: {e!r} in layer {layer} is impossible; 0 to {t.E - 1}')
     return t
 
 @patch

@@ -66,6 +66,8 @@ def synth_experts(
     "Write a checkpoint of random routed experts and a config.json."
     for name, v, allowed in (('layout', layout, ('stacked', 'per_expert', 'fused')), ('dtype', dtype, tuple(_FLOAT)), ('key', key, ('switch_mlp', 'experts')), ('bits', bits, (2, 3, 4, 5, 6, 8))):
         if v not in allowed: raise ValueError(f'{name}: {v!r} is unknown; allowed: {", ".join(map(str, allowed))}')
+    for name, v in (('L', L), ('E', E), ('D', D), ('F', F), ('group_size', group_size)):
+        if type(v) is not int or v < 1: raise ValueError(f'{name}: {v!r} is impossible; a whole number, at least 1')
     for name, v in (('D', D), ('F', F)):
         if v%group_size or v*bits%32: raise ValueError(f'{name}: {v} does not divide into groups of {group_size} and words of {32//bits} codes')
     dir = Path(dir); dir.mkdir(parents=True, exist_ok=True)

@@ -225,6 +225,8 @@ class Router:
         _whole('E', self.E, 1, 2**31 - 1)
         _norms(self.norm, True, False, *(['chosen'] if self.kind == 'softmax' else []))
         _factor(self.scale)
+        for name, allowed in (('biased', (True, False, None)), ('cast', (True, False)), ('norm_one', (True, False))):
+            if not any(getattr(self, name) is a for a in allowed): raise ValueError(f'{name}: {getattr(self, name)!r}; allowed: {", ".join(map(str, allowed))}')
         if self.masked not in (0.0, float('-inf')): raise ValueError(f'masked: {self.masked!r}; allowed: 0.0, -inf')
         if self.kind == 'softmax':
             for name, plain in (('n_group', (None, 1)), ('topk_group', (None, 1)), ('scale', (1.0,)), ('biased', (None, False))):

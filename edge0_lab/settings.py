@@ -105,7 +105,9 @@ def _possible(t):
 # %% ../nbs/00_settings.ipynb #cell015
 def _sections(path=None):
     "Parsed settings.ini; duplicate keys and sections are errors of the parser itself."
-    path = Path(path or os.environ.get('EDGE0_LAB_SETTINGS') or _shipped('settings.ini'))
+    named = os.environ.get('EDGE0_LAB_SETTINGS')
+    path = Path(path or named or _shipped('settings.ini'))
+    if not path.is_file(): raise FileNotFoundError(f'{"EDGE0_LAB_SETTINGS" if named and str(path) == named else "settings"}: {path.name} is no file; allowed: a settings.ini')
     parser = configparser.ConfigParser(interpolation=None, inline_comment_prefixes=('#',), default_section='')
     try: parser.read_string(path.read_text(encoding='utf8'), source=path.name)
     except (configparser.Error, UnicodeDecodeError) as e: raise ValueError(f'settings {path.name}: {e}') from None

@@ -88,6 +88,12 @@ def test_unparsable_settings_are_refused(text, tmp_path):
     with pytest.raises(ValueError, match='settings'): lab_defaults(p)
 
 
+def test_a_settings_file_that_is_not_there_is_named(monkeypatch, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r'^settings: none\.ini is no file; allowed'): tiers(tmp_path/'none.ini')
+    monkeypatch.setenv('EDGE0_LAB_SETTINGS', str(tmp_path/'none.ini'))
+    with pytest.raises(FileNotFoundError, match=r'^EDGE0_LAB_SETTINGS: none\.ini is no file; allowed'): tiers()
+
+
 def test_no_registry_address_and_no_machine_path():
     host = re.compile('|'.join(a + r'\.' + b for a, b in [('pypi', 'org'), ('pythonhosted', 'org'), ('npmjs', 'org'), ('debian', 'org')]))
     for name in tracked():

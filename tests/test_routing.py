@@ -593,3 +593,9 @@ def test_no_token_at_all(form):
     x = form(draw(8, T=1))[:0]
     for ids, w in (softmax_topk(x, 2), sigmoid_group_topk(x, 2, 4, 2), sigmoid_group_topk(x, 2, None, None)): assert ids.shape == w.shape == (0, 2)
     assert topk_onehot(softmax_topk(x, 2)[0], 8).shape == (0, 8)
+
+
+@pytest.mark.parametrize('name', ['biased', 'cast', 'norm_one'])
+@pytest.mark.parametrize('value', ['yes', 1, 0.0])
+def test_a_router_takes_only_truth_values_for_its_switches(name, value):
+    with pytest.raises(ValueError, match=f'^{name}: .*allowed'): Router('sigmoid_group', 8, 2, **{name: value})

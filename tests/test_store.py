@@ -576,3 +576,17 @@ def test_one_writer_makes_the_same_file_in_any_pieces(tmp_path):
     with pytest.raises(ValueError, match="'a' twice"): file_head(tensors[:1]*2)
     with pytest.raises(ValueError, match="'a' ends at byte"): write_stream(tmp_path/'b.safetensors', tensors, lambda n: (data[n],)*2)
     assert (tmp_path/'b.safetensors').read_bytes() == raw       # a failed write leaves the old file
+
+
+@pytest.mark.parametrize('e', [1.0, None, '1', -1, E])
+def test_an_expert_that_is_no_number_of_one_is_refused_by_name(small, e):
+    with Checkpoint.open(small) as ck, ExpertStore(ck) as store:
+        rows = [np.empty(n, np.uint8) for n in store._layers[0].sizes]
+        with pytest.raises(ValueError, match=r'^expert: .* in layer 0'): store.read_into(0, e, rows)
+        assert store.read_into(0, np.int64(1), rows) == store.spec(0).total
+
+
+@pytest.mark.parametrize('name, value', [('group_size', 0), ('L', 0), ('E', 0), ('D', -64), ('F', 64.0), ('E', True)])
+def test_sizes_of_a_made_checkpoint_are_refused_by_name(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f'^{name}: '): synth_experts(tmp_path/'no', **{**dict(L=1, E=4, D=64, F=64), name: value})
+    assert not (tmp_path/'no').exists()
