@@ -63,7 +63,7 @@ def soft_ce(
 @dataclass(frozen=True)
 class AdaptRun:
     "Settings of one training of an adapter."
-    rows:int=2560      # rows of text, each seen once
+    rows:int=1536      # rows of text, each seen once
     batch:int=8        # rows a step, over all processes
     lr:float=1.5e-3    # peak
     warmup:int=16      # steps
