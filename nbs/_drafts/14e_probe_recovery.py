@@ -86,14 +86,7 @@ def needed(
 # %%
 test_close(needed([0.1, 1.0], [0.0, 1.0]), 0.1**0.5, eps=1e-6)
 assert np.isnan(needed([0.1, 1.0], [-1.0, 0.2])); test_eq(needed([0.1, 1], [0.7, 0.9]), 0.1)
-try: report = merge_report()
-except FileNotFoundError as e:                             # a report of one matrix, so that the page runs
-    import mlx.core as mx
-    from edge0_lab.bench.merge import weight_curves
-    from edge0_lab.int4 import quantize
-    print(e)
-    q = {'one': quantize(mx.random.normal((128, 256), key=mx.random.key(0)))}
-    report = dict(paper=dict(attention=0.34, dense=0.02, logits=0.18), tiers={'tiny-softmax': dict(weights={'attention': dict(curve=weight_curves(q), adapters={})})})
+report = merge_report()
 rows = survival_rows(report)
 assert rows['survival'].min() < 0 and rows['survival'].max() <= 1
 with expect_fail(ValueError, 'allowed: tiny-softmax'): survival_rows(report, 'edge0-35b')
