@@ -9,7 +9,7 @@ __all__ = ['COMMANDS', 'generate', 'trace_run', 'train_prerouter', 'make_rows', 
            'self_test', 'find_command', 'main']
 
 # %% ../nbs/19_cli.ipynb #cell002
-import importlib, json, sys
+import importlib, json, signal, sys
 
 from fastcore.script import anno_parser
 
@@ -55,6 +55,8 @@ def trace_run(
     generate(tier, prompt, max_tokens=max_tokens, decode=decode, k=k, prerouter=prerouter, seed=seed, trace=out)
     print(Trace.load(out))
 
+def _given(**v): return {n: x for n, x in v.items() if x is not None}
+
 def train_prerouter(
     tier:str='tiny-softmax', # name in settings.ini
     k:int=None,       # experts per token; default the tier's
@@ -72,18 +74,15 @@ def train_prerouter(
     import mlx.core as mx
     from dataclasses import replace
     from edge0_lab.distill import HeadRun, train_all, train_heads
-    given = lambda **v: {n: x for n, x in v.items() if x is not None}
     if all:
         if k is not None: raise ValueError(f'k: {k!r}; allowed: None with --all, which trains every tier for every k that is shipped')
-        options = given(windows=windows, tokens=tokens, heldout=heldout, served=served, steps=steps, batch=batch, lr=lr)
+        options = _given(windows=windows, tokens=tokens, heldout=heldout, served=served, steps=steps, batch=batch, lr=lr)
         return train_all(words=[w for n, v in options.items() for w in (f'--{n}', v)], out=out)
     group = mx.distributed.init()
-    said = train_heads(tier, k=k, run=replace(HeadRun(), **given(steps=steps, batch=batch, lr=lr)), out=out, group=group if group.size() > 1 else None, **given(windows=windows, T=tokens, heldout=heldout, served=served))
+    said = train_heads(tier, k=k, run=replace(HeadRun(), **_given(steps=steps, batch=batch, lr=lr)), out=out, group=group if group.size() > 1 else None, **_given(windows=windows, T=tokens, heldout=heldout, served=served))
     if group.rank() == 0: _shown(said)
 
 # %% ../nbs/19_cli.ipynb #cell007
-def _given(**v): return {n: x for n, x in v.items() if x is not None}
-
 def make_rows(
     tier:str='tiny-softmax', # name in settings.ini
     n:int=768,        # rows that ship beside the checkpoint
@@ -246,6 +245,7 @@ def sweep_grid(
     return int(bool(said['died']))
 
 
+
 # %% ../nbs/19_cli.ipynb #cell011
 def train_teacher(
     tier:str='tiny-softmax', # or tiny-sigmoid
@@ -347,5 +347,6 @@ def main(
         print(f'edge0-lab: {e}', file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        if argv is None: signal.signal(signal.SIGINT, signal.SIG_IGN) # the process ends here; whoever goes on pressing it has been heard
         print('edge0-lab: stopped', file=sys.stderr)
         return 130
