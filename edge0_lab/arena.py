@@ -14,7 +14,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from .int4 import PARTS, ExpertStack, QTensor
-from .pool import address
+from .pool import address, huge_pages
 from .store import ExpertSpec, flat_rows
 
 # %% ../nbs/04a_arena.ipynb #cell005
@@ -74,6 +74,7 @@ class Arena:
     def _try_inplace(self, view):
         "Write through the views, read through operations; where they disagree, patch instead."
         self.views = [view(a) for a in self.parts]
+        for v in self.views: huge_pages(v) # a copy from the page cache crosses 430 small pages an expert at the 35b shape
         fault = self._self_check()
         if fault is None: return
         self.fill, self.views, self._rows = 'patch', None, [None]*self.S
