@@ -186,10 +186,11 @@ def _announce(r, what, told, i, slots, open_):
         lease.missing = []
         open_[i] = lease
 
-def _quiet(slots, layer, want):
-    "Ahead, without counting as a use."
-    policy, slots.policy = slots.policy, SimpleNamespace(touch=lambda key: None, victim=slots.policy.victim)
-    try: return slots.request(layer, want, ahead=True)
+def _quiet(slots, layer, want, ahead=True):
+    "Without counting as a use: ahead of it, or the rest of a call that has been counted."
+    policy = slots.policy
+    if policy is not None: slots.policy = SimpleNamespace(touch=lambda key: None, victim=policy.victim)
+    try: return slots.request(layer, want, ahead=ahead)
     finally: slots.policy = policy
 
 def _call(slots, layer, ids):
@@ -201,4 +202,4 @@ def _call(slots, layer, ids):
         out.update(hits=lease.hits, covered=lease.covered, misses=lease.loads)
         slots.release(lease)
         if not lease.missing: return out
-        lease = slots.request(layer, [e for _, e in lease.missing])
+        lease = _quiet(slots, layer, [e for _, e in lease.missing], ahead=False)

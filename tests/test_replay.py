@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from edge0_lab.decode import Lab, RunConfig
-from edge0_lab.policies import Belady, Lfu, Popularity, S3Fifo, replay_routes, top_experts
+from edge0_lab.policies import Belady, Lfu, Popularity, S3Fifo, _call, replay_routes, top_experts
 from edge0_lab.replay_slots import ReplaySlots, replay_run
 from edge0_lab.settings import data_path
 from edge0_lab.routes import Routes, check_routes, draw_sets, from_trace, iid_routes, marginals, read_routes, shuffled_routes, write_routes
@@ -147,6 +147,21 @@ def test_nothing_is_lost_and_nothing_beats_belady(r, S):
             g = replay_routes(r, p, S, scope)
             assert g.hits + g.covered + g.misses == r.ids.size and g.loads >= g.misses >= 0 and g.unused <= g.loads, (p, scope)
             if p in ('lru', 'lfu', 's3-fifo') and scope == 'global': assert g.loads >= best
+
+
+@given(routed, st.integers(1, 2), st.sampled_from(('global', 'layer')))
+@settings(max_examples=60, deadline=None)
+def test_a_call_in_parts_is_one_use(r, S, scope):
+    "Fewer slots than one call needs: the rest of the call is not another use, for any policy."
+    best = replay_routes(r, 'belady', S, scope)
+    for p in ('belady', 'lru', 'lfu', 's3-fifo', 'popularity', 'oracle'):
+        g = replay_routes(r, p, S, scope)
+        assert g.hits + g.covered + g.misses == r.ids.size, p
+        if p in ('lru', 'lfu', 's3-fifo'): assert g.loads >= best.loads, p
+    policy, seen = Lfu(), []
+    policy.touch = seen.append
+    _call(ReplaySlots(S, policy, listed=True), 0, [4, 5, 6])
+    assert seen == [(0, 4), (0, 5), (0, 6)]
 
 
 def test_policies_by_hand():
