@@ -107,6 +107,9 @@ def _columns(header, refuse):
         at.append(names.index(name))
     rest = [i for i in range(len(names)) if i not in at]
     if not rest: refuse(1, 'experts', 'no column left for them; allowed: k columns, or one with blanks between the numbers')
+    kinds = [re.sub('[0-9]+', '', names[i]) for i in rest]             # e0, e1 ... are one kind
+    for i, kind in zip(rest, kinds):
+        if kind != max(kinds, key=kinds.count) or names[i] and names.count(names[i]) > 1: refuse(1, names[i] or i + 1, f'among the experts {[names[j] for j in rest]}; allowed: one name with different numbers, such as e0, e1, and no other column')
     return at, rest, names
 
 # %% ../nbs/12a_routes.ipynb #cell015
@@ -156,6 +159,8 @@ def _at_once(path, names):
 # %% ../nbs/12a_routes.ipynb #cell016
 def _grid(table, line, names, rest, refuse):
     "Rows as (T, L, k): every token has every layer once, in the same order."
+    bad = np.argwhere(table[:, :3] < 0)
+    if len(bad): refuse(line[bad[0, 0]], ('request', 'token', 'layer')[bad[0, 1]], f'{table[tuple(bad[0])]}; allowed: a whole number from 0')
     request, token, layer = table[:, :3].T
     new = np.r_[True, (np.diff(request) != 0) | (np.diff(token) != 0)]
     start = np.flatnonzero(new)

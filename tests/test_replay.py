@@ -256,6 +256,9 @@ GOOD = ['0,0,0,1,2', '0,0,3,0,1', '0,1,0,2,3', '0,1,3,1,0', '1,0,0,3,1', '1,0,3,
     ([*GOOD[:2], '0,1,0,\u0662,3', *GOOD[3:]], 4, 'e0', 'whole number'),
     (['', '', *GOOD[:2], '0,1,0,2,2', *GOOD[3:]], 6, 'experts', 'twice'),                  # rows as an editor counts them
     ([*GOOD[:2], '', '0,1,0,2,9', *GOOD[3:]], 5, 'experts', 'allowed: 0 to 3'),
+    ([*GOOD[:2], '0,-1,0,2,3', *GOOD[3:]], 4, 'token', 'from 0'),
+    ([g.replace(',3,', ',-3,', 1) if g.split(',')[2] == '3' else g for g in GOOD], 3, 'layer', 'from 0'),
+    (['-1' + g[1:] for g in GOOD[:4]], 2, 'request', 'from 0'),
     ([*GOOD[:2], '0,1,0,2,' + '3'*200_000, *GOOD[3:]], 4, '1', 'not a CSV'),
 ])
 def test_a_bad_csv_is_refused_with_row_and_column(tmp_path, rows, row, column, word):
@@ -265,9 +268,10 @@ def test_a_bad_csv_is_refused_with_row_and_column(tmp_path, rows, row, column, w
     assert word in str(e.value)
 
 
-@pytest.mark.parametrize('header, word', [('request,token,e0,e1', 'layer'), ('request,token,layer', 'experts'), ('request,token,layer,layer,e0', 'layer')])
+@pytest.mark.parametrize('header, word', [('request,token,e0,e1', 'layer'), ('request,token,layer', 'experts'), ('request,token,layer,layer,e0', 'layer'),
+                                          ('request,token,layer,domain,e0,e1', 'domain'), ('request,token,layer,e0,e1,e1', 'e1'), ('request,token,layer,e0,e1,', '6')])
 def test_a_bad_header_is_refused(tmp_path, header, word):
-    (tmp_path/'bad.csv').write_text(header + '\n0,0,0,1\n')
+    (tmp_path/'bad.csv').write_text(header + '\n' + ','.join(map(str, range(header.count(',') + 1))) + '\n')   # whole numbers, that could be experts
     with pytest.raises(ValueError, match=f'row 1, column {word}'): read_routes(tmp_path/'bad.csv')
 
 
