@@ -58,7 +58,7 @@ _KEYS_K = ('num_experts_per_tok', 'num_experts_per_token', 'experts_per_token', 
 
 _KEYS_CONTEXT = ('max_position_embeddings', 'model_max_length', 'max_seq_len', 'n_positions')
 
-def _text(config): return config.get('text_config') or config
+def _text(config): return c if isinstance(c := config.get('text_config'), dict) and c else config
 
 def _per_token(config):
     for c in (_text(config), config, *(v for v in config.values() if isinstance(v, dict))):
@@ -78,7 +78,8 @@ def _quantised(model, config, notes):
     def wanted(path, m):
         if not hasattr(m, 'to_quantized') or m.weight.shape[-1] % q['group_size']: return False
         return q[path] if isinstance(q.get(path), dict) else q[path] if path in q else rule(path, m) if rule else True
-    nn.quantize(model, q['group_size'], q['bits'], class_predicate=wanted)
+    try: nn.quantize(model, q['group_size'], q['bits'], mode=q.get('mode', 'affine'), class_predicate=wanted)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as e: raise ValueError(f'config.json: quantization with bits {q["bits"]!r}, group_size {q.get("group_size")!r}, mode {q.get("mode", "affine")!r}; allowed: as MLX has them ({e})') from None
 
 # %% ../nbs/12f_forecast.ipynb #cell006
 def _hollow(model):
@@ -118,7 +119,7 @@ def shape_of_config(
     try: Model, Args = _get_classes(config)
     except (ValueError, KeyError) as e: raise ValueError(f'config.json: model_type {config.get("model_type")!r} is not one that mlx-lm knows ({e})') from None
     try: model = Model(Args.from_dict(json.loads(json.dumps(config))))
-    except (TypeError, KeyError, AttributeError, ValueError) as e: raise ValueError(f'config.json: incomplete for {config["model_type"]} ({e})') from None
+    except (TypeError, KeyError, AttributeError, ValueError, ArithmeticError, AssertionError) as e: raise ValueError(f'config.json: incomplete for {config["model_type"]}, or impossible ({type(e).__name__}: {e})') from None
     model.set_dtype(mx.bfloat16)
     listed = _hollow(model)
     for holder, name, _ in listed.values(): holder[name] = nn.Identity()
@@ -134,11 +135,13 @@ def shape_of_config(
     if not layers: raise ValueError(f'config.json: {config["model_type"]} as configured has no routed experts; allowed: a mixture of experts')
     exact = getattr(model, 'cast_predicate', lambda name: True)          # what a family keeps in float32
     size = lambda name, a: a.nbytes*(2 if a.dtype == mx.bfloat16 and not exact(name) else 1)
+    E, k = max(v[0][0] for v in layers.values()), _per_token(config)
+    if k > E: raise ValueError(f'config.json: {k} experts per token; allowed: 1 to {E}, as many as a layer has')
     experts, total = sum(n for v in layers.values() for _, n in v), sum(size(n, a) for n, a in tree_flatten(model.parameters()))
     tied = text.get('tie_word_embeddings', config.get('tie_word_embeddings', False))
     mla = {n: text[n] for n in ('kv_lora_rank', 'qk_rope_head_dim', 'qk_nope_head_dim', 'v_head_dim', 'num_attention_heads') if text.get(n)} if text.get('kv_lora_rank') else None
-    return Shape(name or config['model_type'], config['model_type'], len(layers), max(v[0][0] for v in layers.values()), _per_token(config), max(sum(n//e for e, n in v) for v in layers.values()),
-                 experts, total - experts, total - experts - (0 if tied else tables), *kv[:3], next((text[n] for n in _KEYS_CONTEXT if text.get(n)), None), mla, kv[3], notes, kv[4])
+    return Shape(name or config['model_type'], config['model_type'], len(layers), E, k, max(sum(n//e for e, n in v) for v in layers.values()),
+                 experts, total - experts, total - experts - (0 if tied else tables), *kv[:3], next((text[n] for n in _KEYS_CONTEXT if isinstance(text.get(n), int) and text[n] > 0), None), mla, kv[3], notes, kv[4])
 
 # %% ../nbs/12f_forecast.ipynb #cell008
 def shape_of(
@@ -148,7 +151,7 @@ def shape_of(
     path = Path(source)
     file = path/'config.json' if path.is_dir() else path
     if not file.is_file(): raise ValueError(f'source: {str(source)!r}; allowed: a directory with config.json, or the file itself')
-    try: config = json.loads(file.read_text(encoding='utf8'))
+    try: config = json.loads(file.read_text(encoding='utf-8-sig'))
     except (UnicodeDecodeError, json.JSONDecodeError) as e: raise ValueError(f'{file.name}: not JSON ({e})') from None
     if not isinstance(config, dict) or 'model_type' not in config: raise ValueError(f'{file.name}: no model_type; allowed: the config.json of a model')
     s = shape_of_config(config, file.resolve().parent.name)

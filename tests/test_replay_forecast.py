@@ -96,6 +96,28 @@ def test_a_bad_config_is_refused(tmp_path, content, word):
     with pytest.raises(ValueError, match=word): shape_of(tmp_path/'config.json')
 
 
+SMALL = dict(model_type='qwen3_moe', hidden_size=64, num_hidden_layers=2, intermediate_size=128, num_attention_heads=4, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=64,
+             rms_norm_eps=1e-6, vocab_size=128, num_key_value_heads=2, head_dim=16, rope_theta=1e4, tie_word_embeddings=False, max_position_embeddings=2048, norm_topk_prob=True)
+
+
+@pytest.mark.parametrize('change, word', [(dict(hidden_size=0), 'impossible'), (dict(hidden_size=10**12), 'impossible'), (dict(vocab_size=0), 'impossible'), (dict(num_experts_per_tok=9), '9 experts per token; allowed: 1 to 8'),
+                                          *((dict(quantization=q), 'quantization') for q in (dict(bits=4), dict(bits=4, group_size=0), dict(bits='4', group_size=64), dict(bits=7, group_size=64), dict(bits=4, group_size=32, mode='odd')))])
+def test_impossible_numbers_are_refused(change, word):
+    with pytest.raises(ValueError, match=f'config.json: .*{word}'): shape_of_config({**SMALL, **change})
+
+
+def test_a_config_is_read_as_it_is_found(tmp_path):
+    (tmp_path/'config.json').write_text('\ufeff' + json.dumps(dict(SMALL, text_config='none', max_position_embeddings='2048')), encoding='utf8')
+    s = shape_of(tmp_path/'config.json')
+    assert (s.L, s.E, s.k, s.context) == (2, 8, 2, None) and forecast(s)['fits']
+
+
+def test_the_mode_of_quantisation_counts():
+    "mxfp4: a byte of scale for 32 weights; affine: four bytes."
+    size = lambda mode: shape_of_config(dict(SMALL, quantization=dict(bits=4, group_size=32, mode=mode))).expert
+    assert size('mxfp4') == 3*64*64*(16 + 1)//32 and size('affine') == 3*64*64*(16 + 4)//32
+
+
 def test_a_dense_model_is_refused():
     with pytest.raises(ValueError, match='no routed experts'):
         shape_of_config(dict(model_type='llama', hidden_size=64, num_hidden_layers=2, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5, vocab_size=100, rope_theta=1e4, head_dim=16))
