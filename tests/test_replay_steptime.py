@@ -1,12 +1,14 @@
 "The event model against a clock that ticks, the fit against known machines, the page cache against a list, batches against sets."
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from edge0_lab.batching import batch_recall, batch_replay, distinct_experts, marginal_distinct, sharded, together, uniform_distinct, unions
+from edge0_lab.paper_machines import paper_table
 from edge0_lab.policies import replay_routes
 from edge0_lab.routes import Routes, iid_routes, marginals
 from edge0_lab.settings import data_path
@@ -171,3 +173,10 @@ def test_traffic_by_hand():
     assert got.calls == 4/6 and got.bytes == 4/6*32 and got.share == 0.5
     assert sharded(r, 2, hot=1.).calls == 0 and sharded(r, 1).calls == 0
     with pytest.raises(ValueError, match='nodes'): sharded(r, 0)
+
+
+def test_the_page_says_what_the_papers_machines_do():
+    "The shares of a step in the text of 12h are those of its table."
+    shares = [round(100*r['model']) for r in paper_table() if 'share of the step' in r['what']]
+    text = (Path(__file__).parents[1]/'nbs/12h_paper_machines.ipynb').read_text()
+    assert 'the model says {} % at K = 2, {} % at K = 4 and {} % at K = 8'.format(*shares) in text
