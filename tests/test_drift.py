@@ -28,8 +28,9 @@ def test_own_choices_one_position_at_a_time(served):
     for b in range(2):
         said, last = {}, {}
         for p in range(9):
+            told, said = said, {}                                             # what this position says is for the next one
             for j, N in enumerate(heads.owners):
-                ids = said.pop(N, None) if p else None
+                ids = told.get(N)
                 if j == 0 or p == 0 or ids is None: ids = seen.ids[j, b, p]
                 assert set(ids.tolist()) == set(got.ids[j, b, p].tolist())
                 before = np.full(8, heads.E) if N not in last else last[N]
@@ -76,7 +77,7 @@ def test_native_routing_has_no_drift(served):
     plain = served_run(base, tokens, heads, t.consumers)
     assert (plain['state'][:, 1:] > 0).all()
     cured = served_run(base, tokens, heads, t.consumers, native=(np.arange(20) < 1) | (np.arange(20) > 9))
-    assert (cured['state'][:, :9] == plain['state'][:, :9]).all() and cured['state'][:, 9:].mean() < plain['state'][:, 9:].mean()
+    assert np.abs(cured['state'][:, :9] - plain['state'][:, :9]).max() < 1e-4 < np.abs(cured['state'] - plain['state']).max() and cured['state'][:, 9:].mean() < plain['state'][:, 9:].mean()
 
 
 def test_bins_and_their_intervals():
@@ -93,7 +94,7 @@ def test_the_command(tmp_path, monkeypatch):
     corpus = Corpus({'train/a': rng.integers(0, 4096, 2000), 'heldout/a': rng.integers(0, 4096, 300)})
     monkeypatch.setattr(Corpus, 'open', classmethod(lambda cls, path=None: corpus))
     out = tmp_path/'drift.json'
-    room.bench_drift('tiny-sigmoid', 8, heldout=2, T=40, prompt=4, windows=44, steps=1, out=str(out))
+    room.bench_drift('tiny-sigmoid', 8, heldout=2, T=40, prompt=4, windows=56, steps=1, out=str(out))
     got = json.loads(out.read_text())['8']
     assert set(got['heads']) == {"the gate's choices", 'shipped'} and set(got['loss']) == {'native', 'previous', "the gate's choices", 'shipped'}
     for h in got['heads'].values():
