@@ -118,6 +118,8 @@ def shape_of_config(
     config, notes = json.loads(json.dumps(config)), []
     try: Model, Args = _get_classes(config)
     except (ValueError, KeyError) as e: raise ValueError(f'config.json: model_type {config.get("model_type")!r} is not one that mlx-lm knows ({e})') from None
+    n = _text(config).get('num_hidden_layers', 1)
+    if isinstance(n, int) and n > 1000: raise ValueError(f'config.json: num_hidden_layers {n}; allowed: at most 1000')
     try: model = Model(Args.from_dict(json.loads(json.dumps(config))))
     except (TypeError, KeyError, AttributeError, ValueError, ArithmeticError, AssertionError) as e: raise ValueError(f'config.json: incomplete for {config["model_type"]}, or impossible ({type(e).__name__}: {e})') from None
     model.set_dtype(mx.bfloat16)

@@ -190,3 +190,8 @@ def test_the_command(capsys):
     assert all(w in said for w in ('model', 'fits', 'hit rate', 'limit', 'simulated'))
     assert main(['forecast', str(data_path('tiny-sigmoid', 'config.json'))]) == 0 and 'this machine' in capsys.readouterr().out   # with nothing but what is measured here
     assert main(['forecast', 'nowhere']) == 2 and 'source' in capsys.readouterr().err
+
+
+def test_a_config_of_countless_layers_is_refused_at_once():
+    config = dict(model_type='qwen3_moe', num_hidden_layers=10**12)
+    with pytest.raises(ValueError, match='num_hidden_layers 1000000000000; allowed: at most 1000'): shape_of_config(config)
