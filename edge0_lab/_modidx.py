@@ -2040,7 +2040,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'edge0_lab.trace._checked': ('trace.html#_checked', 'edge0_lab/trace.py'),
                                  'edge0_lab.trace._sizes': ('trace.html#_sizes', 'edge0_lab/trace.py')},
             'edge0_lab.twins': { 'edge0_lab.twins._data': ('twins.html#_data', 'edge0_lab/twins.py'),
-                                 'edge0_lab.twins._floats': ('twins.html#_floats', 'edge0_lab/twins.py'),
                                  'edge0_lab.twins._modules': ('twins.html#_modules', 'edge0_lab/twins.py'),
                                  'edge0_lab.twins._text': ('twins.html#_text', 'edge0_lab/twins.py'),
                                  'edge0_lab.twins.active_bytes': ('twins.html#active_bytes', 'edge0_lab/twins.py'),

@@ -29,12 +29,12 @@ from .routes import Routes, check_routes, from_trace, iid_routes, marginals, rea
 from .settings import data_path
 from .steptime import Machine, fit_machine, judge_steptime, page_cache, step_times
 from .trace import Trace
+from .writer import write_text
 
 _all_ = ['batch_recall', 'batch_replay', 'batch_speed', 'distinct_experts', 'marginal_distinct', 'sharded', 'streaming_ends', 'together', 'uniform_distinct', 'unions', 'Host', 'Shape', 'forecast',
          'forecast_text', 'shape_of', 'shape_of_config', 'this_host', 'ONE_PASS', 'curve_rows', 'hit_curve', 'lru_distances', 'priorities', 'priority_distances', 'read_curve', 'POLICIES', 'Belady',
          'Popularity', 'S3Fifo', 'replay_routes', 'top_experts', 'ReplayPaths', 'ReplaySlots', 'replay_run', 'Routes', 'check_routes', 'from_trace', 'iid_routes', 'marginals', 'read_routes',
          'shipped_routes', 'shuffled_routes', 'tier_routes', 'write_routes', 'Machine', 'fit_machine', 'judge_steptime', 'page_cache', 'step_times']
-from .writer import write_text
 
 # %% ../nbs/12_replay.ipynb #cell005
 def replay_table(

@@ -15,6 +15,7 @@ import numpy as np
 import mlx.core as mx
 
 from .checkpoint import Checkpoint
+from .qtensor import floats
 from .synth import _bf16, _pools, pieces, plan, plan_bytes, write_plan, write_tokenizer
 from .writer import write_json
 
@@ -49,7 +50,7 @@ def twin_pieces(
     "As `synth.pieces`, with int4 biases of -8 scales."
     if t['role'] != 'biases' or t['bits'] != 4: yield from pieces(name, t, pools, seed)
     else:
-        for s in pieces(name, dict(t, role='scales'), pools, seed): yield _bf16((s.astype(np.uint32) << 16).view(np.float32)*-8)
+        for s in pieces(name, dict(t, role='scales'), pools, seed): yield _bf16(floats(s)*-8)
 
 # %% ../nbs/16i_twins.ipynb #cell010
 def write_twin(
@@ -150,16 +151,14 @@ def _modules(ck, config):
         shape = tuple(w.shape) if not packed else (*w.shape[:-1], ck.entry(path + '.scales').shape[-1]*64)
         yield path, gguf_name(path), shape, _Q4_0 if four else _F32, int(np.prod(shape))*18//32 if four else int(np.prod(shape))*4
 
-def _floats(a): return (a.astype(np.uint32) << 16).view(np.float32) if a.dtype == np.uint16 else a.astype(np.float32)
-
 def _data(ck, path, kind):
     w = ck.array(path + '.weight')
     if kind == _Q4_0:
-        s, b = (_floats(ck.array(f'{path}.{n}')) for n in ('scales', 'biases'))
+        s, b = (floats(ck.array(f'{path}.{n}')) for n in ('scales', 'biases'))
         if (b != -8*s).any(): raise ValueError(f'{path}: biases that are not -8 scales; allowed: a checkpoint from `write_twin`')
         return q4_0_blocks(w, s)
-    if w.dtype != np.uint32: return _floats(w)
-    s, b = (_floats(ck.array(f'{path}.{n}')) for n in ('scales', 'biases'))                  # the router, 8 bits
+    if w.dtype != np.uint32: return floats(w)
+    s, b = (floats(ck.array(f'{path}.{n}')) for n in ('scales', 'biases'))                  # the router, 8 bits
     return w.view(np.uint8).astype(np.float32)*np.repeat(s, 64, -1) + np.repeat(b, 64, -1)
 
 def write_gguf(
