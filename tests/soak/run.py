@@ -1,10 +1,11 @@
 """The full soak: every parser 30 minutes under the fuzzer, 100,000 decode steps, 10,000 requests A then B, 10,000 injected read faults, and the fault tests. Can be stopped and goes on.
 
-    python tests/soak/run.py [--out out/soak] [--minutes N] [--only steps requests faults fuzz tests] [--fuzz-seconds 1800]
+    python tests/soak/run.py [--out out/soak] [--minutes N] [--only steps requests faults fuzz tests] [--fuzz-seconds 1800] [--jobs N]
 
 `make soak` runs it to the end. Progress is in OUT/state.json, the summary in OUT/summary.txt (rewritten after each slice of work); exit code 1 if anything was found.
 """
-import argparse, json, os, subprocess, sys, time
+import argparse, json, os, subprocess, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -26,9 +27,11 @@ class State(dict):
         self.file = folder/'state.json'
         folder.mkdir(parents=True, exist_ok=True)
         super().__init__(json.loads(self.file.read_text()) if self.file.exists() else {})
+        self.lock = threading.Lock()
     def save(self):
-        put(self.file, json.dumps(self, indent=1))
-        put(self.file.with_name('summary.txt'), summary(self))
+        with self.lock:
+            put(self.file, json.dumps(self, indent=1))
+            put(self.file.with_name('summary.txt'), summary(self))
 
 
 def summary(s):
@@ -90,21 +93,22 @@ def slice_of(name, tier, state, until):
 
 
 def fuzz(name, state, seconds, out):
-    mine = state.setdefault(f'fuzz {name}', dict(executions=0, seconds=0., how='', findings=[]))
+    with state.lock: mine = state.setdefault(f'fuzz {name}', dict(executions=0, seconds=0., how='', findings=[]))
     left = seconds - mine['seconds']
     if left < 10: return
     work = out/'fuzz'/name
     p = subprocess.run([sys.executable, str(HERE/'fuzz.py'), name, '--seconds', str(left), '--work', str(work), '--seed', str(mine['executions'] % 1000)], capture_output=True, text=True, timeout=left + 300)
     got = json.loads((work/'result.json').read_text()) if (work/'result.json').exists() else dict(executions=0, seconds=0., how='', findings=[])
-    mine.update(executions=mine['executions'] + got['executions'], seconds=mine['seconds'] + got['seconds'], how=got['how'], findings=sorted({*mine['findings'], *got['findings']}))
-    if not got['executions'] or p.returncode not in (0,): mine['failed'] = f'the fuzzer ended with {p.returncode}: {p.stderr[-300:]}'
+    with state.lock:
+        mine.update(executions=mine['executions'] + got['executions'], seconds=mine['seconds'] + got['seconds'], how=got['how'], findings=sorted({*mine['findings'], *got['findings']}))
+        if not got['executions'] or p.returncode not in (0,): mine['failed'] = f'the fuzzer ended with {p.returncode}: {p.stderr[-300:]}'
     state.save()
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--out', type=Path, default=ROOT/'out'/'soak'); p.add_argument('--minutes', type=float, default=1e9); p.add_argument('--only', nargs='*', default=['tests', 'steps', 'requests', 'faults', 'fuzz'])
-    p.add_argument('--fuzz-seconds', type=float, default=1800); p.add_argument('--slice', type=float, default=300, help='seconds a job runs before the next has its turn')
+    p.add_argument('--jobs', type=int, default=os.cpu_count() or 1, help='fuzzers at once'); p.add_argument('--fuzz-seconds', type=float, default=1800); p.add_argument('--slice', type=float, default=300, help='seconds a job runs before the next has its turn')
     a = p.parse_args()
     import long, parsers
     state, end = State(a.out), time.time() + 60*a.minutes
@@ -120,8 +124,8 @@ def main():
                 if time.time() < end: slice_in_process(n, t, min(end, time.time() + a.slice), a.out)
                 state = State(a.out)
         more = [n for n in parsers.PARSERS if 'fuzz' in a.only and state.get(f'fuzz {n}', {}).get('seconds', 0) < a.fuzz_seconds - 10 and not state.get(f'fuzz {n}', {}).get('failed')]
-        for n in more:
-            if time.time() < end: fuzz(n, state, min(a.fuzz_seconds, state.get(f'fuzz {n}', {}).get('seconds', 0) + min(a.slice, end - time.time())), a.out)
+        until = lambda n: min(a.fuzz_seconds, state.get(f'fuzz {n}', {}).get('seconds', 0) + min(a.slice, end - time.time()))
+        with ThreadPoolExecutor(a.jobs) as pool: list(pool.map(lambda n: fuzz(n, state, until(n), a.out) if time.time() < end else None, more))
         if not left and not more: break
     state.save()
     print(summary(state), end='')
