@@ -18,6 +18,7 @@ from . import reads
 from .checkpoint import Checkpoint
 from .int4 import PARTS
 from .layouts import ExpertSpec, _contradictions, _found, _pieces, _spec, flat_rows
+from .onecall import ask_all, ask_code, ask_plan
 from .reads import CheckpointError, _skip, read_ready
 
 # %% ../nbs/03e_experts.ipynb #cell005
@@ -35,6 +36,7 @@ class _Layer(NamedTuple):
     offset:list        # per expert: nine offsets
     runs:list          # per expert: part numbers that lie together
     asks:list          # per expert: (rows to fill, first part, bytes, run) of each request
+    plans:list         # per expert: the same as an AskPlan
     nine:list          # pieces, for names
 
 _ASK = 1 << 19  # bytes asked of the disk at once: it starts on the first half MiB while the next is being asked for
@@ -45,7 +47,7 @@ def _asked(run, nbytes):
     for i in run:
         if out[-1][0] and out[-1][1] + nbytes[i] > _ASK: out.append([[], 0])
         out[-1][0].append(i); out[-1][1] += nbytes[i]
-    return tuple((_some(parts), parts[0], n, run) for parts, n in out)
+    return [(parts, n, run) for parts, n in out]
 
 def _some(parts):
     "Parts as a slice where they follow one another, which is most of the time."
@@ -53,7 +55,7 @@ def _some(parts):
     return slice(lo, hi) if parts == list(range(lo, hi)) else tuple(parts)
 
 def _runs(shard, offset, nbytes):
-    "For every expert: its parts grouped into adjacent runs, in file order, and the requests they make."
+    "For every expert: its parts grouped into adjacent runs, in file order, the requests they make, and these as a plan."
     order = np.lexsort((offset, shard), axis=-1)
     s, o = np.take_along_axis(shard, order, 1), np.take_along_axis(offset, order, 1)
     joined = (s[:, 1:] == s[:, :-1]) & (o[:, 1:] == o[:, :-1] + nbytes[order][:, :-1])
@@ -64,14 +66,15 @@ def _runs(shard, offset, nbytes):
             groups = [[row[0]]]
             for part, touches in zip(row[1:], j): groups[-1].append(part) if touches else groups.append([part])
             runs = tuple(map(tuple, groups))
-            known[key] = runs, tuple(ask for run in runs for ask in _asked(run, nbytes.tolist()))
+            asks = [ask for run in runs for ask in _asked(run, nbytes.tolist())]
+            known[key] = runs, tuple((_some(parts), parts[0], n, run) for parts, n, run in asks), ask_plan([(parts, n) for parts, n, _ in asks])
         out.append(known[key])
     return out
 
 # %% ../nbs/03e_experts.ipynb #cell006
 class ExpertStore:
     "Which bytes hold expert e of layer l, and how to get them: no MLX, no policy, any thread."
-    label, _ready = 'disk', staticmethod(read_ready)
+    label = 'disk'
     def __init__(
         self,
         ck:Checkpoint,   # open; stays the caller's to close
@@ -92,14 +95,15 @@ class ExpertStore:
         for n in self.notes: warnings.warn(f'{Path(ck.path).name}: {n}', stacklevel=2)
         self._layers = {layer: self._table(spec, nine) for layer, (spec, nine) in table.items()}
         self.layers = tuple(self._layers)
+        ask_code()                                             # compiled here, not by eight readers at once
         self.pool, self.closed = ThreadPoolExecutor(threads, thread_name_prefix='edge0-read'), False
 
     def _table(self, spec, nine):
         shard, offset = np.stack([p.shard for p in nine], 1), np.stack([p.offset for p in nine], 1)
         rows = [tuple(r) for r in shard.tolist()]
         same = {r: r for r in rows}
-        runs, asks = map(list, zip(*_runs(shard, offset, np.array(spec.nbytes))))
-        return _Layer(spec, len(rows), list(spec.nbytes), [same[r] for r in rows], offset.tolist(), runs, asks, nine)
+        runs, asks, plans = map(list, zip(*_runs(shard, offset, np.array(spec.nbytes))))
+        return _Layer(spec, len(rows), list(spec.nbytes), [same[r] for r in rows], offset.tolist(), runs, asks, plans, nine)
 
     def close(self):
         "Waits for reads under way; the checkpoint stays open, and so does `read_into`."
@@ -175,15 +179,16 @@ def read_counted(
     "Read one expert straight into `rows`; a short read names layer, expert and tensor."
     t = _layer(self, layer, e)
     if [r.nbytes for r in rows] != t.sizes: _wrong_rows(t, layer, rows)
-    shards, files, offset, ready, late = self.ck.shards, t.shard[e], t.offset[e], self._ready, {}
+    shards, files, offset, asks, late = self.ck.shards, t.shard[e], t.offset[e], t.asks[e], {}
     cold = 0 if reads._NOWAIT is not None else self.cold_bytes(layer, e)
-    for some, part, want, run in t.asks[e]:
-        shard = shards[files[part]]
+    where = [(shards[files[part]], offset[part]) for _, part, _, _ in asks]
+    for shard, _ in where:
         if shard.fd < 0: raise CheckpointError(shard.path, None, f'layer {layer} expert {e}: checkpoint is closed', 'closed', 'open')
-        got = ready(shard.fd, rows[some] if type(some) is slice else [rows[i] for i in some], offset[part])
-        if got != want:
-            cold += want - got
-            late.setdefault(run, (shard, part, got))
+    got = ask_all(t.plans[e], [s.fd for s, _ in where], [at for _, at in where], rows)
+    if got is None: got = [(read_ready(s.fd, rows[some] if type(some) is slice else [rows[i] for i in some], at),)*2 for (some, *_), (s, at) in zip(asks, where)]
+    for (_, part, want, run), (shard, _), (ready, done) in zip(asks, where, got):
+        cold += want - ready
+        if done != want: late.setdefault(run, (shard, part, done))
     for run, (shard, part, got) in late.items():
         run = run[run.index(part):]
         try: shard.read(_skip([memoryview(rows[i]) for i in run], got, t.spec.total), offset[run[0]] + got, _part_name(t, e, run[0]))

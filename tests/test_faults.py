@@ -236,13 +236,16 @@ def test_ctrl_c_in_every_phase(original, phase, decode):
         long = (PROMPT*30)[:100]
         work = dict(prefill=lambda: lab.generate(long, 0, RunConfig(decode=decode, prefill_chunk=8, trace=False, **FEW), stop=()), decode=lambda: tokens(lab, run, 120), score=lambda: lab.logits(long, RunConfig(prefill_chunk=8, trace=False)), walk=lambda: walk(lab))[phase]
         tokens(lab, run)
-        start = time.perf_counter()
-        work()
-        took, came = time.perf_counter() - start, 0
-        for part in (.05, .3, .6):
-            came += interrupted(work, took*part)
-            assert lab.loaded.__dict__.get('serving') is None and lab._walk is None
-            assert tokens(lab, run) == want
+        came = 0
+        for again in range(5):                       # on a busy machine the measured time may not be the next one's
+            start = time.perf_counter()
+            work()
+            took = time.perf_counter() - start
+            for part in (.05, .3, .6):
+                came += interrupted(work, took*part)
+                assert lab.loaded.__dict__.get('serving') is None and lab._walk is None
+                assert tokens(lab, run) == want
+            if came: break
         assert came >= 1
         gc.collect()
         assert not [t for t in threading.enumerate() if t.name.startswith('edge0-walk')]
