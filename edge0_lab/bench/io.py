@@ -301,7 +301,7 @@ def bench_io(
         cold = run_cold(cold_ways(nine, packed, slots, rng), rounds, batch, rng, drop)
         fit = run_fit(nine[1], slots, rounds, min(24, E), rng)
         old = run_aged(aged, rounds, 12, rng) if aged else {}
-        result = dict(command=command or f'edge0-lab bench io --gib {gib:g} --rounds {rounds} --batch {batch}' + f' --aged {Path(aged).name}'*bool(aged), machine=_machine(), dropped_caches=drop and drop_caches(),
+        result = dict(command=command or f'edge0-lab bench io --gib {gib:g} --rounds {rounds} --batch {batch}' + (f' --aged {Path(aged).name}' if aged else ''), machine=_machine(), dropped_caches=drop and drop_caches(),
                       file=dict(gib=round(sum(s.size for s in nine[1].ck.shards)/2**30, 2), layers=L, experts=E, D=D, F=F, bytes_per_expert=total),
                       cold_gb_s=_middle(cold), cold_rounds={n: [round(v, 3) for v in r] for n, r in cold.items()},
                       warm_ms=_middle({n: v['ms'] for n, v in warm.items()}), warm_faults=_middle({n: v['faults'] for n, v in warm.items()}),
