@@ -305,7 +305,7 @@ COMMANDS = {
     'synth': 'cli:synth_files',
     'train': {'tiny': 'cli:train_teacher', 'heads': 'cli:train_prerouter', 'rows': 'cli:make_rows', 'sft': 'cli:train_adapter', 'opd': 'cli:train_on_policy'},
     'quality': 'cli:measure_quality',
-    'bench': {'kernels': 'bench.kernels:bench_kernels', 'io': 'cli:bench_disk', 'fill': 'cli:bench_modes', 'heads': 'cli:bench_prerouter', 'models': 'cli:bench_resident', 'decode': 'cli:bench_full', 'floor': 'cli:bench_thread', 'peers': 'bench.peers:bench_peers', 'paper': 'bench.paper:bench_paper', 'lora': 'bench.lora:bench_lora', 'merge': 'bench.merge:bench_merge', 'ladder': 'bench.ladder:bench_ladder', 'drift': 'bench.drift:bench_drift', 'hide': 'bench.hide:bench_hide', 'soak': 'bench.soak:bench_soak', 'steptime': 'bench.steptime:bench_steptime'},
+    'bench': {'kernels': 'bench.kernels:bench_kernels', 'io': 'cli:bench_disk', 'fill': 'cli:bench_modes', 'heads': 'cli:bench_prerouter', 'models': 'cli:bench_resident', 'decode': 'cli:bench_full', 'floor': 'cli:bench_thread', 'peers': 'bench.peers:bench_peers', 'paper': 'bench.paper:bench_paper', 'lora': 'bench.lora:bench_lora', 'merge': 'bench.merge:bench_merge', 'ladder': 'bench.ladder:bench_ladder', 'drift': 'bench.drift:bench_drift', 'hide': 'bench.hide:bench_hide', 'soak': 'bench.soak:bench_soak', 'steptime': 'bench.steptime:bench_steptime', 'redraw': 'redraw:bench_redraw'},
     'replay': 'replay:replay_command',
     'forecast': 'forecast:forecast_command',
     'sweep': 'cli:sweep_grid',

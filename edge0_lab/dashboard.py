@@ -18,6 +18,7 @@ from .decode import Lab
 from .panel import CONTROL_GROUPS, STYLE, FigureTabs, TokenStrip, difference_html, field
 from .runs import open_run, run_record, save_run, saved_runs, token_rows
 from .settings import _live
+from .sweeps import SweepView, cell_values, is_sweep, open_sweep
 
 # %% ../nbs/15_dashboard.ipynb #cell007
 class Dashboard:
@@ -55,13 +56,13 @@ def _parts(self:Dashboard):
     "Everything that is not a control."
     button = lambda label, does, hint, **kw: self._wired(widgets.Button(description=label, tooltip=hint, layout=dict(width='72px'), **kw), does)
     self.buttons = dict(run=button('Run', self.start, 'one request with these settings', button_style='primary'), stop=button('Stop', self.stop, 'end the request; what there is stays', disabled=True),
-                        save=button('Save', self.save, 'settings, counters, trace, versions and machine, in one folder'), open=button('Open', self.open, 'a saved run: its figures and its settings'))
+                        save=button('Save', self.save, 'settings, counters, trace, versions and machine, in one folder'), open=button('Open', self.open, 'a saved run, or the folder of a sweep: its figures and its settings'))
     self.pin = widgets.ToggleButton(description='Pin', tooltip='keep this run to compare the next with', layout=dict(width='72px'))
     self.pin.observe(lambda _: self._pinned(), 'value')
     self.folder = widgets.Combobox(placeholder='name or path', options=saved_runs(), ensure_option=False, layout=dict(width='150px'))
     self.progress = widgets.IntProgress(max=1, layout=dict(width='130px'))
     self.said, self.detail, self.compared, self.report = widgets.HTML(), widgets.HTML(), widgets.HTML(), widgets.HTML()
-    self.strip, self.figures = TokenStrip(self.at_token), FigureTabs()
+    self.strip, self.figures, self.sweep = TokenStrip(self.at_token), FigureTabs(), SweepView(self.at_cell)
     self.figures.every.on_click(lambda _: self._every_token())
 
 @patch
@@ -75,7 +76,7 @@ def _layout(self:Dashboard, known):
     left = []
     for group, title in CONTROL_GROUPS.items(): left += [widgets.HTML(f'<b>{title}</b>'), *(self.fields[n] for n, c in known.items() if c.group == group)]
     row = widgets.HBox([*(self.buttons[n] for n in ('run', 'stop')), self.progress, self.pin, self.folder, self.buttons['save'], self.buttons['open']], layout=dict(flex_flow='row wrap'))
-    right = widgets.VBox([widgets.HTML(STYLE), row, self.said, self.strip.widget, self.detail, self.compared, self.figures.widget, self.report], layout=dict(flex='1 1 0', min_width='0'))
+    right = widgets.VBox([widgets.HTML(STYLE), row, self.said, self.sweep.widget, self.strip.widget, self.detail, self.compared, self.figures.widget, self.report], layout=dict(flex='1 1 0', min_width='0'))
     self.widget = widgets.HBox([widgets.VBox(left, layout=dict(flex='0 0 274px')), right], layout=dict(align_items='flex-start'))
     self.widget.add_class('edge0')
     self._show()
@@ -246,10 +247,29 @@ def save(self:Dashboard):
 
 @patch
 def open(self:Dashboard):
-    "Show a saved run, with its settings in the controls."
+    "Show a saved run, with its settings in the controls, or the cells of a sweep."
     def does():
-        run = open_run(self.folder.value)
+        name = self.folder.value
+        if is_sweep(name): return self._sweep(open_sweep(name))
+        run = open_run(name)
         self.set(**run.values)
         self.show(run)
+        self.sweep.show([])
         self.say(f'opened: {run.name}')
+    self._tried(does)
+
+@patch
+def _sweep(self:Dashboard, records):
+    self.sweep.show(records)
+    self.say(f'opened: a sweep of {len(records)} cells')
+
+@patch
+def at_cell(self:Dashboard,
+    record, # of a cell that was chosen
+):
+    "A cell's settings in the controls."
+    def does():
+        values, unsaid = cell_values(record['cell'])
+        self.set(**values)
+        self.say(record.get('refused') or 'the controls are set as in this cell; Run repeats it' + (f', but for {", ".join(unsaid)}: no control says that' if unsaid else ''))
     self._tried(does)

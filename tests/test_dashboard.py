@@ -1,10 +1,12 @@
 "Every control of the dashboard does what it says: looked at in counters and in the trace, not in labels."
-import shutil, threading
+import re, shutil, threading
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from edge0_lab.bench.sweep import cell_name, run_sweep, sweep_cell
 from edge0_lab.controls import controls, default_values, run_of, values_of
 from edge0_lab.dashboard import Dashboard
 from edge0_lab.decode import Lab
@@ -31,6 +33,11 @@ def plain(lab): return Dashboard(lab, max_tokens=N).run_now()
 
 
 def decode(run): return run.counters['decode']
+
+
+def test_every_control_is_changed_here():
+    said = Path(__file__).read_text()
+    assert [n for n in controls() if not re.search(rf"\b{n}=|set\(\*\*\{{'{n}'", said)] == []
 
 
 def test_model(dash, plain):
@@ -218,7 +225,11 @@ def test_inside_a_loop_stop_is_heard_between_tokens(dash):
 def test_click_pin_compare_save_open(dash, tmp_path):
     run = dash.run_now(decode='exact')
     dash.strip.buttons.index = 6
-    for l in run.trace.layers: assert ' '.join(map(str, run.trace.ids[6, l].tolist())) in dash.detail.value
+    rows = re.findall(r'<tr>(<td>.*?)</tr>', dash.detail.value)
+    assert len(rows) == len(run.trace.layers)
+    for l, row in zip(run.trace.layers, rows):
+        cells = re.findall(r'<td>(.*?)</td>', row)
+        assert cells[0] == str(l) and cells[3] == ' '.join(map(str, run.trace.ids[6, l].tolist())) and cells[6] == str(run.trace.loads[6, l])
     assert dash.figures.front() == 'expert_map' and dash.figures.drawn['expert_map'] == 1
     dash.pin.value = True
     assert dash.compared.value == ''
@@ -235,9 +246,40 @@ def test_click_pin_compare_save_open(dash, tmp_path):
     fresh.folder.value = str(tmp_path/'kept')
     fresh.buttons['open'].click()
     assert fresh.error is None and fresh.values() == other.values and fresh.run.report == other.report and fresh.figures.run is fresh.run
+    assert fresh.run.counters == other.counters and fresh.run.versions == other.versions and fresh.run.about['machine'] == other.about['machine']
+    for name in ('ids', 'native_ids', 'weights', 'loads', 'slots', 'waits'): np.testing.assert_array_equal(getattr(fresh.run.trace, name), getattr(other.trace, name))
     assert fresh.run_now().tokens == other.tokens                     # and it runs again from there
     dash.pin.value = False
     assert dash.compared.value == '' and dash.pinned is None
+
+
+def test_open_a_sweep(dash, plain, tmp_path):
+    "A finished sweep by its folder: each cell, put into the controls and run, counts what its record has; a refused one says why."
+    run_sweep(dict(cache_slots=[8, 64], decode=['exact', 'resident'], tokens=[6]), tmp_path/'grid', run=sweep_cell, progress=False)
+    dash.show(plain)
+    dash.folder.value = str(tmp_path/'grid')
+    dash.buttons['open'].click()
+    records = dash.sweep.records
+    assert dash.error is None and len(records) == 4 and dash.sweep.widget.layout.display == '' and dash.run is plain
+    for i, r in enumerate(records):
+        dash.sweep.cell.value = i
+        if 'refused' in r:
+            assert 'cache_slots' in dash.said.value and r['cell']['decode'] == 'resident'
+            continue
+        run = dash.run_now()
+        assert run.tokens == r['tokens'] and {n: decode(run)[n] for n in ('loads', 'hits', 'drops', 'requests')} == {n: r['counters'][n] for n in ('loads', 'hits', 'drops', 'requests')}
+    assert sum('refused' in r for r in records) == 2
+    (tmp_path/'grid'/f"{cell_name(dict(k=1))}.json").write_text('{"cell"')
+    dash.buttons['open'].click()
+    assert cell_name(dict(k=1)) in dash.said.value and dash.sweep.records is records
+    dash.folder.value = str(save_run(plain, str(tmp_path/'kept')))
+    dash.buttons['open'].click()
+    assert dash.error is None and dash.sweep.widget.layout.display == 'none' and dash.run.tokens == plain.tokens
+
+
+def test_what_a_cell_has_beyond_the_controls_is_said(dash):
+    dash.at_cell(dict(cell=dict(k=2, kernel='ops', pages='cold')))
+    assert dash.values()['k'] == '2' and 'kernel, pages' in dash.said.value
 
 
 def test_buttons_without_a_run(lab):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OWN', 'grid_cells', 'cell_name', 'sweep_cell', 'CellDied', 'cell_process', 'locally', 'on_dask', 'run_sweep',
-           'read_sweep']
+           'sweep_records', 'read_sweep']
 
 # %% ../../nbs/13t_sweep.ipynb #cell002
 import edge0_lab
@@ -129,11 +129,24 @@ def run_sweep(
                 got += 1
     return dict(cells=len(cells), done=got, before=len(cells) - len(todo), died=died)
 
+def sweep_records(
+    folder:str,
+)->list:        # of dict, in the order of their names
+    "Every record of a finished or half finished sweep."
+    out = []
+    for p in sorted(Path(folder).glob('*.json')):
+        try: r = json.loads(p.read_text(encoding='utf8'))
+        except ValueError as e: raise ValueError(f'folder: {p.name} is not JSON ({e}); allowed: the records of edge0-lab sweep') from None
+        cell = r.get('cell') if isinstance(r, dict) else None
+        if not isinstance(cell, dict) or cell_name(cell) != p.stem: raise ValueError(f'folder: {p.name} is not the record of a cell of this name; allowed: the records of edge0-lab sweep')
+        out.append(r)
+    return out
+
 def read_sweep(
     folder:str,
 )->dict:        # columns: the settings that vary first, then what was measured
     "A finished or half finished sweep as a table."
-    records = [json.loads(p.read_text(encoding='utf8')) for p in sorted(Path(folder).glob('*.json'))]
+    records = sweep_records(folder)
     names = sorted({n for r in records for n in r['cell']})
     rows = [{**{n: r['cell'].get(n) for n in names}, **{n: r.get(n) for n in ('tokens_per_s', 'step_ms', 'loads_per_token', 'prefill_s')}, 'drops': r.get('counters', {}).get('drops'), 'refused': r.get('refused')} for r in records]
     return {n: [r[n] for r in rows] for n in rows[0]} if rows else {}
