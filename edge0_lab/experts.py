@@ -18,7 +18,7 @@ from . import reads
 from .checkpoint import Checkpoint
 from .int4 import PARTS
 from .layouts import ExpertSpec, _contradictions, _found, _pieces, _spec, flat_rows
-from .onecall import ask_all, ask_code, ask_plan
+from .onecall import ask_all, ask_code, ask_plan, placed
 from .reads import CheckpointError, _skip, read_ready
 
 # %% ../nbs/03e_experts.ipynb #cell005
@@ -37,6 +37,7 @@ class _Layer(NamedTuple):
     runs:list          # per expert: part numbers that lie together
     asks:list          # per expert: (rows to fill, first part, bytes, run) of each request
     plans:list         # per expert: the same as an AskPlan
+    placed:dict        # expert -> the plan's requests in its files, made at the first read
     nine:list          # pieces, for names
 
 _ASK = 1 << 19  # bytes asked of the disk at once: it starts on the first half MiB while the next is being asked for
@@ -103,7 +104,7 @@ class ExpertStore:
         rows = [tuple(r) for r in shard.tolist()]
         same = {r: r for r in rows}
         runs, asks, plans = map(list, zip(*_runs(shard, offset, np.array(spec.nbytes))))
-        return _Layer(spec, len(rows), list(spec.nbytes), [same[r] for r in rows], offset.tolist(), runs, asks, plans, nine)
+        return _Layer(spec, len(rows), list(spec.nbytes), [same[r] for r in rows], offset.tolist(), runs, asks, plans, {}, nine)
 
     def close(self):
         "Waits for reads under way; the checkpoint stays open, and so does `read_into`."
@@ -181,19 +182,20 @@ def read_counted(
     if [r.nbytes for r in rows] != t.sizes: _wrong_rows(t, layer, rows)
     shards, files, offset, asks, late = self.ck.shards, t.shard[e], t.offset[e], t.asks[e], {}
     cold = 0 if reads._NOWAIT is not None else self.cold_bytes(layer, e)
-    where = [(shards[files[part]], offset[part]) for _, part, _, _ in asks]
-    for shard, _ in where:
-        if shard.fd < 0: raise CheckpointError(shard.path, None, f'layer {layer} expert {e}: checkpoint is closed', 'closed', 'open')
-    got = ask_all(t.plans[e], [s.fd for s, _ in where], [at for _, at in where], rows)
-    if got is None: got = [(read_ready(s.fd, rows[some] if type(some) is slice else [rows[i] for i in some], at),)*2 for (some, *_), (s, at) in zip(asks, where)]
-    for (_, part, want, run), (shard, _), (ready, done) in zip(asks, where, got):
+    own = tuple(dict.fromkeys(files))
+    for file in own:
+        if shards[file].fd < 0: raise CheckpointError(shards[file].path, None, f'layer {layer} expert {e}: checkpoint is closed', 'closed', 'open')
+    if e not in t.placed: t.placed[e] = placed(t.plans[e], [shards[files[part]].fd for _, part, _, _ in asks], [offset[part] for _, part, _, _ in asks])
+    got = ask_all(t.plans[e], t.placed[e], rows)
+    got = got.tolist() if got is not None else [(read_ready(shards[files[part]].fd, rows[some] if type(some) is slice else [rows[i] for i in some], offset[part]),)*2 for some, part, _, _ in asks]
+    for (_, part, want, run), (ready, done) in zip(asks, got):
         cold += want - ready
-        if done != want: late.setdefault(run, (shard, part, done))
+        if done != want: late.setdefault(run, (shards[files[part]], part, done))
     for run, (shard, part, got) in late.items():
         run = run[run.index(part):]
         try: shard.read(_skip([memoryview(rows[i]) for i in run], got, t.spec.total), offset[run[0]] + got, _part_name(t, e, run[0]))
         except CheckpointError as err: raise CheckpointError(err.file, err.tensor, f'layer {layer} expert {e}: {err.fault}', err.found, err.expected) from None
-    for file in set(files): shards[file].unchanged()
+    for file in own: shards[file].unchanged()
     return t.spec.total, cold
 
 @patch

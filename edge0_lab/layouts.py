@@ -15,6 +15,7 @@ import numpy as np
 
 from .header import STORAGE
 from .int4 import PARTS
+from .onecall import Rows
 from .reads import CheckpointError
 
 # %% ../nbs/03d_layouts.ipynb #cell005
@@ -130,7 +131,7 @@ def flat_rows(
     arrays:list,  # nine contiguous arrays, as from `ExpertSpec.empty()`
 )->list:          # nine writable uint8 views
     "The same memory as rows of bytes, the form `read_into` fills."
-    return [a.reshape(-1).view(np.uint8) for a in arrays]
+    return Rows(a.reshape(-1).view(np.uint8) for a in arrays)
 
 # %% ../nbs/03d_layouts.ipynb #cell013
 _BITS, _GROUPS, _FLOATS = (2, 3, 4, 5, 6, 8), (16, 32, 64, 128), ('F16', 'BF16', 'F32')
