@@ -181,7 +181,7 @@ def which_kernel(
     layouts = what.layouts if isinstance(what, ExpertStack) else (_layout(what),)
     fits = what.fused if isinstance(what, ExpertStack) else supported(*layouts[0][:2])
     if not fits: return f'dequantise, multiply ({"/".join(str(l.bits) for l in layouts)} bits)'
-    return ' '.join(['kernel', *(v for v in choose_form(None, layouts) if v)])
+    return ' '.join(['kernel', *(v for v in choose_form(None, layouts)[:2] if v)])
 
 def expert_glu(
     x,     # (T, D) activations

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TOKENS', 'TILE', 'WIDE', 'NARROW', 'ROWS_IN', 'ROWS_OUT', 'LINEAR', 'EXPERT', 'SEGMENT', 'ExpertPlan', 'LinearPlan',
            'emit_linear', 'emit_expert', 'linear_code', 'expert_code', 'segments', 'plan_experts', 'plan_rows',
-           'run_expert', 'run_linear']
+           'run_expert', 'run_linear', 'linear_job']
 
 # %% ../nbs/02d_tasks.ipynb #cell002
 import functools
@@ -15,12 +15,12 @@ import numpy as np
 
 from .pool import address, pool, wait_until
 from .rows import Form, Layout, block, emit_prepare, emit_rows, prepared_bytes
-from .vector import BYTES, Compiled, Function, at, f32, i32, i64, int_, load, loop, new_module, ptr, silu_times, smaller, use_symbol, vec
+from .vector import BYTES, LANES, Compiled, Function, at, f32, i32, i64, int_, load, loop, new_module, ptr, silu_times, smaller, use_symbol, vec
 
 # %% ../nbs/02d_tasks.ipynb #cell005
 TOKENS, TILE = 4, 64      # tokens at once; most rows of one tile
 WIDE, NARROW = 1, 4       # rows at once: in wide rows (gate, up, linear layers) one stream per core is fastest; short ones (down) share their ending
-ROWS_IN, ROWS_OUT = 32, 128  # rows of one task: gate and up, down
+ROWS_IN, ROWS_OUT = 64, 256  # rows of one task: gate and up, down
 
 class _Args:
     "Named 64-bit arguments in memory."
@@ -96,7 +96,7 @@ def _emit_outputs(fn, ranges, layout, R, parts, cols, r0, r1, tile, t0, t1, toke
     with loop(fn, t0, middle, TOKENS) as t:
         with loop(fn, r0, r1, TILE) as q:
             end = smaller(b, b.add(q, i64(TILE)), r1)
-            ranges.call(b, layout, R, parts, cols, q, end, tile, i64(TILE), [token(b.add(t, i64(n))) for n in range(TOKENS)])
+            ranges.call(b, layout, R if ranges.form.lanes == LANES else 1, parts, cols, q, end, tile, i64(TILE), [token(b.add(t, i64(n))) for n in range(TOKENS)])
             for n in range(TOKENS):
                 out = _float(b, dest(b.add(t, i64(n))), q)
                 with loop(fn, i64(0), b.sub(end, q)) as j:
@@ -278,3 +278,13 @@ def run_linear(
     with p.lock:
         p.run((task, *parts, address(x), p.scratch('x', T*xbytes), address(y), T, rows, cols, rows_task, blocks, xbytes, p.zeros('sync', 64)), T + blocks)
     return y
+
+def linear_job(
+    plan,     # LinearPlan
+    x, y,     # addresses: (cols,) and (rows,) f32
+    prepared, # address of plan.xbytes bytes
+    sync,     # address of 64 bytes
+):            # for `job_list`
+    "One token through a linear layer, as a job of a list."
+    task, parts, rows, cols, rows_task, blocks, xbytes = plan
+    return 1 + blocks, (task, *parts, x, prepared, y, 1, rows, cols, rows_task, blocks, xbytes, sync), sync, 64

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ir', 'LANES', 'BYTES', 'int_', 'f32', 'ptr', 'vec', 'const', 'i64', 'i32', 'splat', 'Function', 'loop', 'at', 'load',
-           'call', 'fma', 'shuffle', 'prefetch', 'smaller', 'raw', 'widen', 'group_lanes', 'combine', 'fold',
-           'lanes_of', 'lane_sums', 'madd', 'exponential', 'silu_times', 'features', 'code_generator', 'new_module',
-           'is_arm', 'optimised', 'assembly', 'cached_object', 'Compiled', 'use_symbol', 'pair_instruction']
+           'call', 'fma', 'shuffle', 'prefetch', 'smaller', 'raw', 'widen', 'combine', 'fold', 'lanes_of', 'lane_sums',
+           'madd', 'exponential', 'silu_times', 'features', 'code_generator', 'new_module', 'is_arm', 'optimised',
+           'assembly', 'cached_object', 'Compiled', 'use_symbol', 'pair_instruction', 'register_lanes']
 
 # %% ../nbs/02a_vector.ipynb #cell002
 import ctypes, functools, hashlib, os, platform, sys, tempfile
@@ -108,17 +108,6 @@ def widen(b, x, dtype):
     if dtype == 'f16': return b.fpext(b.bitcast(x, vec(ir.HalfType(), n)), vec(f32(), n))
     return x
 
-def group_lanes(b, p, block, words, dtype):
-    "Scales of block number `block`, each spread over the lanes of its group of `words` 32-bit words."
-    n = max(1, LANES//words)
-    if dtype == 'bf16' and n == 2:
-        w = load(b, at(b, p, b.mul(block, i64(4))), vec(int_(32), 1))
-        w = b.shl(shuffle(b, w, w, [0]*LANES), ir.Constant(vec(int_(32)), [16]*8 + [0]*8))
-        return b.bitcast(b.and_(w, splat(int_(32), 0xffff0000)), vec(f32()))
-    index = b.mul(block, i64(n)) if words <= LANES else b.udiv(block, i64(words//LANES))
-    v = widen(b, load(b, at(b, p, b.mul(index, i64(BYTES[dtype]))), vec(raw(dtype), n)), dtype)
-    return shuffle(b, v, v, [i*n//LANES for i in range(LANES)])
-
 # %% ../nbs/02a_vector.ipynb #cell013
 def combine(b, x, y, op):
     "Lane by lane: 'fadd', 'add' or 'larger' (as signed integers)."
@@ -138,20 +127,21 @@ def lanes_of(b, x, n):
 
 def lane_sums(b, vs):
     "Horizontal sums of 1, 2 or 4 vectors, side by side in one."
-    if len(vs) == 1: return fold(b, vs[0], 1)
+    def halved(v): return b.fadd(*(shuffle(b, v, v, range(o, v.type.count, 2)) for o in (0, 1)))
+    if len(vs) == 1: return halved(halved(fold(b, vs[0], 4)))  # in the order of the others
     def pairs(p, q): return b.fadd(*(shuffle(b, p, q, range(o, 8, 2)) for o in (0, 1)))
     vs = [fold(b, v, 4) for v in vs]
     v = pairs(*vs[:2])
-    return pairs(v, pairs(*vs[2:])) if len(vs) == 4 else b.fadd(shuffle(b, v, v, [0, 2]), shuffle(b, v, v, [1, 3]))
+    return pairs(v, pairs(*vs[2:])) if len(vs) == 4 else halved(v)
 
 # %% ../nbs/02a_vector.ipynb #cell015
 def madd(b, x, y, acc, how):
-    "acc + sums of neighbouring products of x and y (32 x i16): 16 x i32. NEON pairs lanes i and i+4 of each 8: the same group of weights."
+    "acc + sums of neighbouring products of x and y: half as many i32 as they have i16 (32 with AVX-512). NEON pairs lanes i and i+4 of each 8: the same group of weights."
     if how == 'vnni': return call(b, 'llvm.x86.avx512.vpdpwssd.512', vec(int_(32)), [acc, x, y])
     if how == 'avx512': return b.add(acc, call(b, 'llvm.x86.avx512.pmaddw.d.512', vec(int_(32)), [x, y]))
     name, n = dict(avx2=('llvm.x86.avx2.pmadd.wd', 16), sse2=('llvm.x86.sse2.pmadd.wd', 8), neon=(None, 8))[how]
     parts = []
-    for c in range(0, 32, n):
+    for c in range(0, x.type.count, n):
         p, q = (shuffle(b, v, v, range(c, c + n)) for v in (x, y))
         if name: parts.append(call(b, name, vec(int_(32), n//2), [p, q]))
         else:
@@ -290,3 +280,7 @@ def pair_instruction():
     if platform.machine().lower() not in ('x86_64', 'amd64'): return None
     if have('avx512bw'): return 'vnni' if have('avx512vnni') else 'avx512'
     return 'avx2' if have('avx2') else 'sse2'
+
+def register_lanes():
+    "32-bit words to take at a time: 16 where a register or many of them hold as much, 8 on x86 without AVX-512."
+    return 8 if pair_instruction() in ('avx2', 'sse2') else LANES
