@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['AGAIN', 'rotated', 'median_interval', 'Turn', 'paired', 'about_machine', 'compared', 'shown', 'decode_arm',
-           'same_bytes', 'page_cache']
+           'same_bytes', 'page_cache', 'ChildDied', 'last_words', 'limited', 'own_process']
 
 # %% ../../nbs/13_bench.ipynb #cell002
 import edge0_lab
-import gc, platform, time
+import gc, inspect, json, os, platform, subprocess, sys, tempfile, time
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -151,3 +152,68 @@ def page_cache(
     "Puts the experts' pages into a condition before every turn."
     if condition not in ('cold', 'warm'): raise ValueError(f"condition: {condition!r}; allowed: 'cold', 'warm'")
     return store.evict if condition == 'cold' else None
+
+# %% ../../nbs/13_bench.ipynb #cell025
+class ChildDied(RuntimeError):
+    "A process ended without an answer; its last words are in the message."
+
+def last_words(
+    text:str, # what it said
+    n:int=6,  # lines
+)->str:
+    "The end of a program's output, on one line."
+    return ' | '.join(l.strip() for l in text.strip().splitlines()[-n:])
+
+@contextmanager
+def limited(
+    nbytes:int,             # of memory and page cache
+    root='/sys/fs/cgroup',  # where control groups are mounted
+):                          # join(): to be called by the child
+    "A memory control group of version 1 or 2, removed afterwards."
+    root = Path(root)
+    v2 = (root/'cgroup.controllers').exists()
+    home = root if v2 else root/'memory'
+    try:
+        if v2 and 'memory' not in (home/'cgroup.subtree_control').read_text().split(): (home/'cgroup.subtree_control').write_text('+memory')
+        group = Path(tempfile.mkdtemp(prefix='edge0-lab-', dir=home))
+    except OSError as e: raise OSError(f'memory control group: {e.strerror} in {home}; allowed: a system where this user may make one') from None
+    try:
+        (group/('memory.max' if v2 else 'memory.limit_in_bytes')).write_text(str(nbytes))
+        swap, off = ('memory.swap.max', '0') if v2 else ('memory.swappiness', '0')
+        if (group/swap).exists(): (group/swap).write_text(off)
+        yield lambda: (group/'cgroup.procs').write_text('0')
+    finally: _emptied(group)
+
+def _emptied(group):
+    "Remove a group once its last process is gone."
+    for _ in range(100):
+        try: return group.rmdir()
+        except OSError: time.sleep(.05)
+    raise OSError(f'memory control group: {group} does not empty')
+
+# %% ../../nbs/13_bench.ipynb #cell026
+def own_process(
+    f,                  # 'bench.paper:decode_cell' of this package, or a function that imports what it needs
+    asked:dict,         # its keywords
+    python=None,        # another interpreter
+    threads:int=None,   # cores that it sees; None: all
+    limit:int=None,     # bytes of memory and page cache
+    timeout:float=None, # seconds
+)->dict:                # what it returns, with `seconds` of the whole process
+    "Run a function elsewhere."
+    if isinstance(f, str):
+        module, name = f.split(':')
+        code = f'import edge0_lab\nfrom edge0_lab.{module} import {name}\n'
+    else: name, code = f.__name__, inspect.getsource(f)
+    code += f'\nimport json, sys\nprint(json.dumps({name}(**json.load(sys.stdin))))'
+    env = os.environ | ({n: str(threads) for n in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS')} if threads else {})
+    with limited(limit) if limit else nullcontext() as join:
+        def begin():
+            if join: join()
+            if threads and hasattr(os, 'sched_setaffinity'): os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+        t = time.perf_counter()
+        try: p = subprocess.run([str(python or sys.executable), '-c', code], input=json.dumps(asked), capture_output=True, text=True, timeout=timeout, preexec_fn=begin, env=env)
+        except subprocess.TimeoutExpired: raise ChildDied(f'{name}: no answer after {timeout:g} s') from None
+        seconds = time.perf_counter() - t
+    if p.returncode: raise ChildDied(f'{name}: ended with {p.returncode}{f" under a limit of {bytes_text(limit)}" if limit else ""}: {last_words(p.stderr) or "nothing said"}' + ('; killed, as the system does when memory is short' if p.returncode == -9 else ''))
+    return dict(json.loads(p.stdout.splitlines()[-1]), seconds=round(seconds, 2))

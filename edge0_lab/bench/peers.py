@@ -8,14 +8,14 @@ __all__ = ['OURS', 'HOT', 'LLAMA', 'MLX32', 'MLX16', 'GOALS', 'peer_arms', 'peer
 
 # %% ../../nbs/13q_bench_peers.ipynb #cell002
 import edge0_lab
-import json, subprocess
+import json
 from pathlib import Path
 
 import numpy as np
 
-from .arms import PEERS, PeerError, in_own_process, lab_arm, llama_arm, mlx_flash_arm, mlx_lm_arm, nunspark_said, peer_python, task
+from .arms import PEERS, PeerError, llama_arm, mlx_flash_arm, nunspark_said, peer_python, task
 from .kernels import ReadBandwidth
-from .paired import AGAIN, about_machine, compared, median_interval, rotated, shown
+from .paired import AGAIN, ChildDied, about_machine, median_interval, own_process, rotated, shown
 from ..int4 import relative_l2
 from ..settings import cache_path
 from ..writer import write_json
@@ -33,7 +33,8 @@ def peer_arms(
     "The arms, each in a process of its own."
     short = dict(asked, tokens=asked['tokens'][:8], skip=2)
     shorter = dict(asked, tokens=asked['tokens'][:3], skip=1)
-    run = lambda f, path, **kw: lambda: in_own_process(f, path=str(path), **kw)
+    run = lambda f, path, python=None, **kw: lambda: own_process(f, dict(kw, path=str(path)), python, kw['threads'], timeout=900)
+    lab_arm, mlx_lm_arm = 'bench.arms:lab_arm', 'bench.arms:mlx_lm_arm'
     arms = {OURS: run(lab_arm, checkpoint, **asked), HOT: run(lab_arm, checkpoint, decode='hot', streamed=False, **asked)}
     if python is not None: arms[LLAMA] = run(llama_arm, gguf, python=python, **asked)
     arms[MLX32] = run(mlx_lm_arm, checkpoint, few=16, **short)
@@ -91,8 +92,8 @@ def try_flash(
 )->dict:
     "mlx-flash: speed, and how far its logits are from ours."
     few = dict(asked, tokens=asked['tokens'][:3], skip=1)
-    got = in_own_process(mlx_flash_arm, path=str(checkpoint), python=peer_python('mlx-flash'), few=2, **few)
-    ours = in_own_process(lab_arm, path=str(checkpoint), **dict(few, long=few['long'][:32]))
+    got = own_process(mlx_flash_arm, dict(few, path=str(checkpoint), few=2), peer_python('mlx-flash'), few['threads'], timeout=900)
+    ours = own_process('bench.arms:lab_arm', dict(few, path=str(checkpoint), long=few['long'][:32]), threads=few['threads'], timeout=900)
     return dict(tokens_per_s=round(1/float(np.median(got['step_s'])), 3), logits_l2=round(relative_l2(np.array(got['logits']), np.array(ours['logits'])), 4))
 
 def tried(
@@ -100,7 +101,7 @@ def tried(
 )->dict: # ok and what it gave, or the failure in its own words
     "A program that may fail."
     try: return dict(ok=True, **f())
-    except (PeerError, subprocess.TimeoutExpired) as e: return dict(ok=False, failure=str(e))
+    except (PeerError, ChildDied) as e: return dict(ok=False, failure=str(e))
 
 # %% ../../nbs/13q_bench_peers.ipynb #cell012
 def bench_peers(
