@@ -11,12 +11,10 @@ import json, time
 from pathlib import Path
 
 import numpy as np
-from fastcore.basics import patch
 
 from .bench.paired import about_machine
-from .columns import columns, with_table
+from .columns import as_text, columns
 from .dashboard import Dashboard
-from .settings import COLORS, _plotly, data_path, figure
 from .writer import write_json
 
 # %% ../nbs/15e_redraw.ipynb #cell005
@@ -110,4 +108,5 @@ def bench_redraw(
                          ms=round(float(np.median(both)), 2), worst_ms=round(float(both.max()), 2), kib=round(len(texts[way, name][0])/1024, 1)))
     said = dict(command=f'edge0-lab bench redraw --tokens {tokens}', machine=about_machine(), tier=tier, tokens=tokens, rounds=rounds, again_ms=round(float(np.median(idle)), 4), rows=rows)
     if out is not None: write_json(Path(out), said)
-    return {n: said[n] for n in ('tokens', 'rounds', 'again_ms')} | dict(slowest=max(rows, key=lambda r: r['ms']), worst=max(r['worst_ms'] for r in rows))
+    print(as_text(columns({n: np.nan if v is None else v for n, v in r.items()} for r in rows), len(rows)))
+    return said

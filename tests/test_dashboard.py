@@ -331,3 +331,13 @@ def test_only_what_changed_is_redrawn(plain):
     tabs.at_step(2)
     again = {n for n, c in tabs.drawn.items() if c > 1}
     assert again <= {'expert_map', 'step_timeline', tabs.front()} and again
+
+
+def test_bench_redraw_draws_every_tab_in_every_way(tmp_path, capsys):
+    import json
+    from edge0_lab.redraw import WAYS, bench_redraw
+    said = bench_redraw(tokens=4, rounds=3, browser=False, out=str(tmp_path/'redraw.json'))
+    assert json.loads((tmp_path/'redraw.json').read_text()) == said and said['rounds'] == 3
+    assert sorted((r['way'], r['tab']) for r in said['rows']) == sorted((w, n) for w in WAYS for n in PROBES)
+    assert all(r['kernel_ms'] > 0 and r['kib'] > 1 for r in said['rows']) and 'slot_table' in capsys.readouterr().out
+    with pytest.raises(ValueError, match='rounds: 2'): bench_redraw(rounds=2)
