@@ -42,7 +42,7 @@ class Session:
         self.k, self.E = self._experts(run.k or k)
         self.counters, self.at_decode, self.position, self.pending, self.failed, self.closed = Counters(), None, 0, None, None, False
         self.store = loaded.store if run.throttle is None else run.throttle(loaded.store) if callable(run.throttle) else Throttle(loaded.store, *run.throttle)
-        self.recorder = TraceRecorder(loaded.layers, self.k, self.E, self.layers, steps, run.trace == 'logits') if run.trace else None
+        self.recorder = TraceRecorder(loaded.layers, self.k, self.E, self.layers, run.trace == 'logits') if run.trace else None
         self.kv, self.plan, self.route_of = make_prompt_cache(stock or loaded.model), {}, {}
         self.caches = self.whole = self.decode_whole = self.stage = None
         self.cache_slots, self.swapped = cache, []
@@ -227,16 +227,20 @@ def _rows(self:Session, got):
     rows = dict(flags=got.pop(0), ids=got.pop(0))
     if self.recorder is None: return rows
     if self.row_w: rows['weights'] = got.pop(0)
+    rows['native_ids'] = rows['ids']
+    if not any(self.row_predicted): return _with_logits(self, rows, got)
     predicted = np.array(self.row_predicted)
     rows['predicted_ids'] = np.where(predicted[:, None, None], rows['ids'], -1)
     native = np.where(predicted[:, None, None], -1, rows['ids'])
     if self.row_native: native[list(self.row_native)] = got.pop(0)
     if self.predicting and self.T > 1 and self.first: rows['predicted_ids'][:, 0] = -1
     rows['native_ids'] = native
+    return _with_logits(self, rows, got)
+
+def _with_logits(self, rows, got):
     if self.row_logits:
-        full = np.full((n, self.T, self.E), np.nan, np.float32)
-        full[list(self.row_logits)] = got.pop(0)
-        rows['router_logits'] = full
+        rows['router_logits'] = np.full((len(self.row_ids), self.T, self.E), np.nan, np.float32)
+        rows['router_logits'][list(self.row_logits)] = got.pop(0)
     return rows
 
 # %% ../nbs/09c_session.ipynb #cell019

@@ -90,28 +90,24 @@ class TraceRecorder:
         k:int,              # experts per token
         E:int,              # experts per layer, the most of any
         layers:tuple,       # layers with routed experts
-        steps:int=64,       # room to start with
         logits:bool=False,  # router logits too
     ):
         self.dims, self.layers = dict(L=L, k=k, E=E), tuple(layers)
         self.t0, self.now, self.n, self.chunk, self.tokens = time.perf_counter(), -1, 0, -1, 0
         self.paths, self.lanes = {p: i for i, p in enumerate(_paths)}, {n: i for i, n in enumerate(_lanes)}
         self.spans, self.chunks, self.prompts = array('d'), [], []
+        self.open, self.closed = None, []           # the step that runs: token, start, calls; what is complete
         self.shapes = {n: v for n, v in {**_columns, **(_logits if logits else {}), 'held': ('TLk', 'i4')}.items() if v[0][0] == 'T'}
-        self.room, self.cols = 0, {}
-        self._grow(max(1, steps))
 
-    def _grow(self, room):
-        "Room for more steps; new rows say 'none'."
+    def blank(self):
+        "The columns of all closed steps, filled with 'none'."
+        out = {}
         for name, (shape, dtype) in self.shapes.items():
-            new = np.empty((room, *(self.dims[c] for c in shape[1:])), dtype)
+            out[name] = np.empty((self.n, *(self.dims[c] for c in shape[1:])), dtype)
             if dtype is _call:
-                for f in _call.names: new[f] = -1
-            else: new.fill(np.nan if name == 'router_logits' else -1)
-            if self.room: new[:self.room] = self.cols[name]
-            self.cols[name] = new
-        self.room = room
-        self.calls, self.slots, self.held = self.cols['calls'], self.cols['slots'], self.cols['held']
+                for f in _call.names: out[name][f] = -1
+            else: out[name].fill(np.nan if name == 'router_logits' else -1)
+        return out
 
 # %% ../nbs/09a_trace.ipynb #cell011
 @patch
@@ -126,13 +122,7 @@ def begin_step(self:TraceRecorder,
     token:int, # the token this step reads
 ):
     "What follows belongs to the next decode step."
-    if self.n == self.room: self._grow(2*self.room)
-    t, again = self.n, self.now == self.n              # again: the step before failed and left half a row
-    self.now = t
-    if again:
-        for f in _call.names: self.calls[f][t] = -1
-    self.cols['tokens'][t] = token
-    self.cols['started'][t] = time.perf_counter() - self.t0
+    self.now, self.open = self.n, (token, time.perf_counter() - self.t0, [])
 
 @patch
 def call(self:TraceRecorder,
@@ -150,9 +140,7 @@ def call(self:TraceRecorder,
         return
     code = self.paths.get(path)
     if code is None: code = self.paths[path] = len(self.paths)
-    self.calls[self.now, layer] = (code, *row)
-    n = len(slots)
-    if 0 < n <= self.dims['k']: self.slots[self.now, layer, :n], self.held[self.now, layer, :n] = slots, experts
+    self.open[2].append((layer, (code, *row), slots, experts))
 
 @patch
 def record(self:TraceRecorder,
@@ -175,12 +163,9 @@ def close_step(self:TraceRecorder,
     **rows,         # ids, weights, native_ids, predicted_ids: (n, k) or None; router_logits (n, E)
 ):
     "The step is complete."
-    t, cols = self.now, self.cols
-    for name, v in rows.items():
-        if v is not None: cols[name][t, layers, :v.shape[-1]] = v
-    cols['chosen'][t] = chosen
-    cols['step_s'][t] = time.perf_counter() - self.t0 - cols['started'][t]
-    self.n = t + 1
+    token, started, calls = self.open
+    self.closed.append(((token,), chosen, started, time.perf_counter() - self.t0 - started, layers, rows, calls))
+    self.n = self.now + 1
 
 @patch
 def prompt_routing(self:TraceRecorder,
@@ -200,13 +185,8 @@ def positions(self:TraceRecorder,
     rows,   # ids, weights, native_ids, predicted_ids (n, T, k), router_logits (n, T, E), where known
 ):
     "One row per position of a teacher-forced chunk."
-    T = len(tokens)
-    while self.n + T > self.room: self._grow(2*self.room)
-    at = slice(self.n, self.n + T)
-    self.cols['tokens'][at] = tokens
-    for name, v in rows.items():
-        if name in self.cols and v is not None: self.cols[name][at, layers, :v.shape[-1]] = np.moveaxis(v, 0, 1)
-    self.n += T
+    self.closed.append((tokens, -1, -1., -1., layers, {n: np.moveaxis(v, 0, 1) for n, v in rows.items() if n in self.shapes and v is not None}, ()))
+    self.n += len(tokens)
 
 # %% ../nbs/09a_trace.ipynb #cell016
 @patch
@@ -215,8 +195,19 @@ def finish(self:TraceRecorder,
     **meta,     # what else to keep: model, run, machine...; JSON types
 )->Trace:
     "The trace of all closed steps."
-    n, d, t0 = self.n, self.dims, self.t0
-    cols = {name: v[:n].copy() for name, v in self.cols.items()}
+    d, t0 = self.dims, self.t0
+    cols, t, at, seen = self.blank(), 0, [], []
+    for tokens, chosen, started, step_s, layers, rows, calls in self.closed:
+        own = slice(t, t + len(tokens))
+        for name, v in dict(tokens=tokens, chosen=chosen, started=started, step_s=step_s).items(): cols[name][own] = v
+        for name, v in rows.items():
+            if v is not None: cols[name][own, layers, :v.shape[-1]] = v
+        for layer, row, slots, experts in calls:
+            at.append((t, layer))
+            seen.append(row)
+            if 0 < len(slots) <= d['k']: cols['slots'][t, layer, :len(slots)], cols['held'][t, layer, :len(slots)] = slots, experts
+        t = own.stop
+    if at: cols['calls'][tuple(np.array(at).T)] = np.array(seen, _call)
     cols['slots'] = _beside(cols.pop('held'), cols['slots'], cols['ids'])
     spans = np.array(self.spans, 'f8').reshape(-1, 6)
     events = np.empty(len(spans), _event)

@@ -11,7 +11,7 @@ from edge0_lab.trace import Trace, TraceRecorder
 
 def run(T=5, L=3, k=2, E=8, layers=(0, 2), logits=False, seed=0):
     rng = np.random.default_rng(seed)
-    rec = TraceRecorder(L, k, E, layers, steps=1, logits=logits)
+    rec = TraceRecorder(L, k, E, layers, logits=logits)
     for t in range(T):
         rec.begin_step(t)
         ids = np.stack([rng.choice(E, k, replace=False) for _ in layers])
@@ -89,7 +89,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
 
 
 def test_half_a_step_is_overwritten():
-    rec = TraceRecorder(2, 2, 8, (0, 1), steps=4)
+    rec = TraceRecorder(2, 2, 8, (0, 1))
     rec.begin_step(1)
     rec.call(0, 'staged', [4, 5], [1, 2], loads=2)     # then it fails
     rec.begin_step(2)
@@ -100,7 +100,7 @@ def test_half_a_step_is_overwritten():
 
 
 def test_slots_stand_beside_their_experts_even_where_the_choice_is_odd():
-    rec = TraceRecorder(1, 3, 8, (0,), steps=1)
+    rec = TraceRecorder(1, 3, 8, (0,))
     rec.begin_step(0)
     rec.call(0, 'staged', [9, 7, 8], [5, 6, 7])
     rec.close_step(1, (0,), ids=np.array([[7, 5, 0]]))  # 0 has no slot
