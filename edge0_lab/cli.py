@@ -284,7 +284,7 @@ def lab_page(
     if not found: raise ValueError(f'page: {page!r} is not in nbs; allowed: {", ".join(sorted(p.name for p in nbs.glob("*.ipynb")))}')
     env = os.environ | dict(JUPYTER_PATH=os.pathsep.join(filter(None, [str(nbs.parent/'tools'), os.environ.get('JUPYTER_PATH')])))  # finds tools/labextensions, which runs the dashboard's cell
     root = ['--allow-root'] if hasattr(os, 'geteuid') and os.geteuid() == 0 else []                                              # a container's user
-    return subprocess.call([sys.executable, '-m', 'jupyter', 'lab', f'--notebook-dir={nbs}', *root, *shlex.split(options), str(nbs/found[0])], env=env)
+    return subprocess.call([sys.executable, '-m', 'jupyter', 'lab', f'--notebook-dir={nbs}', f'--LabApp.default_url=/lab/tree/{found[0]}', *root, *shlex.split(options), str(nbs/found[0])], env=env)   # the address it prints leads to the page, too
 
 def self_test(
     words:str='', # words for pytest, for example "-k routing"

@@ -176,7 +176,9 @@ def beside(
         if d.get('name'): d['legendgroup'] = d['name']
     for d in b[0]:
         if d.get('name') in seen: d['showlegend'] = False
-    if along == 'x': b[1][f'yaxis{first + 1}'].pop('title', None)
+    if along == 'x':
+        for key in b[1]:
+            if key[0] == 'y': b[1][key].pop('title', None)
     else:
         a[1]['xaxis1'].pop('title', None)
         a[1]['xaxis1']['showticklabels'] = False

@@ -44,4 +44,4 @@ def recovery_table(
                            error_y=dict(type='data', symmetric=False, array=high - share, arrayminus=share - low, thickness=1.2)))
     last = np.flatnonzero(t['arm'] == _ADAPTED[-1][0])
     title = f"{sum(t['reaches'][i] == 'True' for i in last)} of {len(last)} cells recover 60 % beyond their interval"
-    return figure(*bars, title=title, x='cell', y='% of the lost loss recovered', width=720, height=360).add_hline(60, line_dash='dot', line_color=COLORS['muted'])
+    return figure(*bars, title=title, x='cell', y='% of the lost loss recovered', width=720, height=360).add_hline(60, line_dash='dot', line_color=COLORS['paper']).update_yaxes(range=[0, 66])
