@@ -1,15 +1,16 @@
 "The paper's tables and what carries them: control groups, processes of their own, lifted routing, both models, the command."
-import json
+import json, os, subprocess, sys
 
 import numpy as np
 import pytest
 
 from edge0_lab.bench.lifted import TinyText, copies_of, lag_overlap, layer_plan, lifted_sets, overlap, supplied_routes, typical_stretch
 from edge0_lab.bench.paired import ChildDied, limited, own_process
-from edge0_lab.bench.paper import REPLAYED, SCHEDULES, bench_paper, decode_cell, merge_cell, paper_cells, paper_tier
+from edge0_lab.bench.paper import REPLAYED, SCHEDULES, decode_cell, paper_cells, paper_tier
 from edge0_lab.bench.paper_tables import arm_table, memory_table, paper_beside, paper_html, paper_speed
 from edge0_lab.bench.sweep import cell_process
 from edge0_lab.cli import main
+from edge0_lab.settings import data_path
 from edge0_lab.synth import synth
 
 SMALL_8B = dict(layers=4, hidden_size=128, intermediate_size=128, moe_intermediate_size=64, moe_shared_expert_intermediate_size=64, vocab_size=512, num_attention_heads=4, head_dim=32, q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
@@ -178,3 +179,57 @@ def test_every_line_of_the_paper_is_known_to_the_page():
     for tier in ('edge0-35b', 'edge0-8b'):
         t = paper_beside(dict(cells={}, tier=tier))
         assert len(t['paper']) == len(paper_speed(tier)) and not any(t['here, free'])
+
+
+# the pages that read the report
+
+RUN_PAGE = '''
+import os, sys, nbformat
+page = nbformat.read(sys.argv[1], 4)
+os.chdir(os.path.dirname(sys.argv[1]))
+got = {'__name__': '__main__'}
+for c in page.cells:
+    if c.cell_type == 'code': exec(compile(chr(10).join(l for l in c.source.splitlines() if not l.startswith('#|')), sys.argv[1], 'exec'), got)
+print(*got.get('rows', ()), sep=chr(10))
+'''
+
+
+def invented():
+    "A whole campaign of made-up figures: exact 2 tokens a second, staged 3, the heads 4, warm; half of it cold."
+    speed = {'exact': 2, 'hot': 2, 'staged': 3, 'cross-token': 4, 'oracle': 4, 'exact again': 2.02}
+
+    def one(v, cold): return dict(tokens_per_s=v*(.5 if cold else 1), cold_start=cold, step_ms=1000/v, cores=1.5, slot_bytes=7, loads=30., mib=50., wait_ms=1., hit=.2, drops=0, fallbacks=0, rss=4 << 30, rss_anonymous=2 << 30, page_cache=1 << 30, allocator_active=1, allocator_peak=2 << 30, checkpoint=9)
+
+    def cell(arms, cold=True, **kw):
+        return dict(arms={n: ([one(v, True)] if cold else []) + [one(v*f, False) for f in (1, 1.01, 1.02)] for n, v in arms.items()}, traced={n: [dict(cold=c, load_ms=1 + c + .01*i) for c in (.1, .9)] for i, n in enumerate(arms) if not n.endswith('again')} if cold else {},
+                    about={n: dict(dtype='float32', kernel='auto', read_threads=8, fill='inplace') for n in arms}, residency=1 << 30, slots=384, expert_bytes=2 << 20, disk='real', heads='synth seed 0', **kw)
+    three, places = dict(text=.2, stretch=.21, here=.21), ('free', '16 GiB', '12 GiB', '8 GiB')
+    lifted = dict(source='tiny-softmax, K = 4', overlap={'1': three, '2': three}, head_overlap=three, recall=three)
+    cells = {f'schedules, K = {k}, {p}': cell(speed) for k in (2, 4, 8) for p in places} | {f'replayed tiny-softmax, K = 4, {p}': cell(speed, routing=lifted) for p in places}
+    cells |= {'fill modes': cell({'stack': 2, 'patch': 2.5, 'inplace': 3, 'stack again': 2}, False), 'cache sizes': cell({'64': 2, '900': 3, '64 again': 2}, False)}
+    cells |= {f'prompt, {p}': {w: dict(tokens_per_s=50.) for w in ('cold', 'warm')} for p in places}
+    cells['merge survival, tiny-softmax'] = dict(weights={'attention': dict(refit=.5), 'shared expert': dict(refit=.7)}, logits={'4 bits, group 64': .6})
+    return dict(schema=2, command='edge0-lab bench paper --checkpoint invented', checkpoint='invented', tier='edge0-35b', machine=dict(cpu='a cpu', cores=2, system='x', mlx='0', python='3'), cells=cells, failed={'prompt, 4 GiB': 'prefill_cell: ended with -9'})
+
+
+@pytest.mark.parametrize('report', ['none', 'whole', 'one cell'])
+def test_the_pages_render_with_and_without_the_report(report, tmp_path):
+    shipped, here = data_path(), tmp_path/'data'
+    (here/'bench').mkdir(parents=True)
+    for p in shipped.iterdir():
+        if p.name != 'bench': (here/p.name).symlink_to(p)
+    for p in (shipped/'bench').iterdir():
+        if p.name != 'paper.json': (here/'bench'/p.name).symlink_to(p)
+    got = invented()
+    if report == 'one cell': got.update(cells={n: got['cells'][n] for n in ('schedules, K = 4, 12 GiB',)}, failed={})
+    if report != 'none': (here/'bench'/'paper.json').write_text(json.dumps(got))
+    said = {}
+    for page in ('index.ipynb', 'chapters/paper_tables.ipynb'):
+        p = subprocess.run([sys.executable, '-c', RUN_PAGE, str(shipped.parent/'nbs'/page)], capture_output=True, text=True, env=os.environ | dict(EDGE0_LAB_DATA=str(here), IN_TEST='1'), timeout=300)
+        assert p.returncode == 0, p.stderr[-3000:]
+        said[page] = p.stdout
+    chapter = said['chapters/paper_tables.ipynb']
+    assert ('not measured yet: edge0-lab bench paper' in chapter) == (report == 'none')
+    assert ('35b shape in 12 GiB, K = 4, random routing' in said['index.ipynb']) == (report != 'none')
+    assert ('routing of tiny-softmax replayed' in said['index.ipynb']) == ('recall of the heads 21.0%' in chapter) == ('died: prompt, 4 GiB' in chapter) == (report == 'whole')
+    if report != 'none': assert 'staged 1.50 times exact warm, 1.50 from a cold start' in said['index.ipynb'] and '1.50 times faster' in chapter and 'A/A' in chapter
