@@ -68,6 +68,7 @@ def train_prerouter(
     steps:int=None,   # of the first half; this and what follows default as HeadRun has it
     batch:int=None,   # pairs a step
     lr:float=None,    # learning rate at its highest
+    near:float=None,  # how much more the likeliest experts count; sigmoid routers only
     out:str=None,     # file; default prerouter_k<k>.safetensors beside the checkpoint; with --all a folder, one in it for each tier
 ):
     "Distil the heads of a tier for one k (phase 1), judge them on held-out text, write them. Resumes. Under mlx.launch: data-parallel."
@@ -76,10 +77,10 @@ def train_prerouter(
     from edge0_lab.distill import HeadRun, train_all, train_heads
     if all:
         if k is not None: raise ValueError(f'k: {k!r}; allowed: None with --all, which trains every tier for every k that is shipped')
-        options = _given(windows=windows, tokens=tokens, heldout=heldout, served=served, steps=steps, batch=batch, lr=lr)
+        options = _given(windows=windows, tokens=tokens, heldout=heldout, served=served, steps=steps, batch=batch, lr=lr, near=near)
         return train_all(words=[w for n, v in options.items() for w in (f'--{n}', v)], out=out)
     group = mx.distributed.init()
-    said = train_heads(tier, k=k, run=replace(HeadRun(), **_given(steps=steps, batch=batch, lr=lr)), out=out, group=group if group.size() > 1 else None, **_given(windows=windows, T=tokens, heldout=heldout, served=served))
+    said = train_heads(tier, k=k, run=replace(HeadRun(), **_given(steps=steps, batch=batch, lr=lr, near=near)), out=out, group=group if group.size() > 1 else None, **_given(windows=windows, T=tokens, heldout=heldout, served=served))
     if group.rank() == 0: _shown(said)
 
 # %% ../nbs/19_cli.ipynb #cell007

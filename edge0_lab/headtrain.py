@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx, numpy as np
 
 from .corpus import Corpus
-from .headfit import HeadRun, fit_heads, interval, judge, margin, predicted
+from .headfit import HeadRun, fit_heads, interval, judge, margin, predicted, said_options
 from .prerouter import Heads, router_weights, warm_heads, write_heads
 from .settings import cache_path, tier as _tier
 from .states import fingerprint, frozen, gather_seen, guess, joined, text_loss
@@ -109,7 +109,7 @@ def train_heads(
     heads = half(made[-1])
     names = {'next-gate': untrained(t, k, run.seed), **({'first half': half(made[0])} if len(made) > 1 else {}), 'trained': heads}
     said = judged(loaded, corpus, t, k, names, heldout, T, group, keep, progress and rank == 0)
-    log = dict(tier=tier, k=k, command=f'edge0-lab train heads --tier {tier} --k {k}', windows=windows, T=T, heldout=heldout, run=dict(vars(run)), served=served, pairs=pairs,
+    log = dict(tier=tier, k=k, command=f'edge0-lab train heads --tier {tier} --k {k}' + f' --windows {windows}'*(windows != 256) + said_options(run), windows=windows, T=T, heldout=heldout, run=dict(vars(run)), served=served, pairs=pairs,
                curve=[[[round(v, 4) for v in row] for row in c[::max(1, len(c)//40)]] for c in curves], **said)
     if rank == 0:
         write_heads(out, heads)
@@ -117,10 +117,10 @@ def train_heads(
     return log
 
 # %% ../nbs/10d_headtrain.ipynb #cell012
-SHIPPED_HEADS = (('tiny-softmax', 4), ('tiny-sigmoid', 8), ('tiny-softmax', 8), ('tiny-sigmoid', 4), ('tiny-softmax', 2))
+SHIPPED_HEADS = (('tiny-softmax', 4), ('tiny-sigmoid', 8, '--near', 3), ('tiny-softmax', 8), ('tiny-sigmoid', 4), ('tiny-softmax', 2))
 
 def train_all(
-    cells=SHIPPED_HEADS, # (tier, k), in this order
+    cells=SHIPPED_HEADS, # (tier, k, further words), in this order
     jobs:int=2,          # processes at a time
     say=print,           # told a line for each that is done
     words:tuple=(),      # further words for `edge0-lab train heads`
@@ -132,7 +132,7 @@ def train_all(
     def one(cell):
         file = [] if out is None else ['--out', Path(out)/cell[0]/f'prerouter_k{cell[1]}.safetensors']
         if file: file[1].parent.mkdir(parents=True, exist_ok=True)
-        p = subprocess.run([sys.executable, '-c', 'import sys; from edge0_lab.cli import main; sys.exit(main())', 'train', 'heads', '--tier', cell[0], '--k', str(cell[1]), *map(str, (*words, *file))], env=env, capture_output=True, text=True)
+        p = subprocess.run([sys.executable, '-c', 'import sys; from edge0_lab.cli import main; sys.exit(main())', 'train', 'heads', '--tier', cell[0], '--k', *map(str, (*cell[1:], *words, *file))], env=env, capture_output=True, text=True)
         if p.returncode: raise RuntimeError(f'train heads {cell[0]} k = {cell[1]}: ended with {p.returncode}: {p.stderr.strip()[-600:]}')
         told = json.loads(p.stdout)['loss']['trained']
         say(f'{cell[0]}, k = {cell[1]}: {told["nats"]:.3f} nats on held-out text')
