@@ -105,7 +105,7 @@ def short_pair(
     "Two arms in rotation over one prompt; the second reads what the first chose."
     arms = arms or dict(exact=RunConfig(decode='exact', trace=False), staged=RunConfig(prerouter='next-gate', trace=False))
     names, text, got = list(arms), None, {n: [] for n in arms}
-    for r in tqdm(range(rounds), desc='pair', leave=False):
+    for r in tqdm(range(rounds), desc='pair', leave=False, disable=None):
         for name in names[r%len(names):] + names[:r%len(names)]:
             with lab.prefill(list(prompt), arms[name]) as s:
                 made, start = [], time.perf_counter()

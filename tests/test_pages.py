@@ -46,6 +46,7 @@ def test_page_is_small_and_stable(page):
     said = json.dumps([o.get('text') or {k: v for k, v in o.get('data', {}).items() if k != 'image/png'} for o in outputs(page)])
     assert not re.findall(r'/(?:work|tmp|root|home|Users|var)/[\w.-]+', said)
     assert not re.findall(r'\b(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d\b', said), 'a clock time in an output'
+    assert not re.findall(r'(?:it/s|s/it)\]', said), 'a progress bar in an output'
 
 
 @pytest.mark.parametrize('page', NAMES)

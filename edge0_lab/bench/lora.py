@@ -35,7 +35,7 @@ def taken_turns(
     "Passes over the same tokens: with the adapter at every other step, then at the others, then twice without."
     model, n = lab.loaded.model, len(tokens)
     got = {a: np.zeros((cycles, n)) for a in LORA_ARMS}
-    for c in tqdm(range(-1, cycles), desc='cycles', leave=False):
+    for c in tqdm(range(-1, cycles), desc='cycles', leave=False, disable=None):
         for p in range(4) if c >= 0 else (0,):
             with lab.prefill([5, 6, 7, 8], run) as s:
                 for i, t in enumerate(tokens):
