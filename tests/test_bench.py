@@ -6,7 +6,7 @@ import pytest
 
 from edge0_lab.bench.lifted import TinyText, copies_of, lag_overlap, layer_plan, lifted_sets, overlap, supplied_routes, typical_stretch
 from edge0_lab.bench.paired import ChildDied, limited, own_process
-from edge0_lab.bench.paper import REPLAYED, SCHEDULES, decode_cell, paper_cells, paper_tier
+from edge0_lab.bench.paper import REPLAYED, SCHEDULES, apart_cell, decode_cell, paper_cells, paper_tier
 from edge0_lab.bench.paper_tables import arm_table, memory_table, paper_beside, paper_html, paper_speed
 from edge0_lab.bench.sweep import cell_process
 from edge0_lab.cli import main
@@ -143,6 +143,12 @@ def test_8b_runs_schedules_and_replayed_ones(small_8b):
         assert list(cell['arms']) == [*names, 'exact again'] and len({r['slot_bytes'] for a in cell['arms'].values() for r in a}) == 1
         assert all(r['drops'] == 0 for a in cell['arms'].values() for r in a)
         assert ('recall' in cell['routing']) == bool(routes)
+
+
+def test_every_turn_in_a_process_of_its_own(small_8b):
+    cell = apart_cell(1, checkpoint=str(small_8b), k=8, arms={n: dict(schedule=n) for n in ('exact', 'oracle')}, steps=2)
+    assert {n: [r['cold_start'] for r in a] for n, a in cell['arms'].items()} == {n: [True, False] for n in ('exact', 'oracle', 'exact again')}
+    assert list(cell['about']) == ['exact', 'oracle'] and len({r['slot_bytes'] for a in cell['arms'].values() for r in a}) == 1
 
 
 def test_the_command_takes_the_issues_spelling_goes_on_and_writes_a_page(small_8b, tmp_path, capsys):

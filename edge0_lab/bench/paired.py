@@ -161,8 +161,8 @@ def last_words(
     text:str, # what it said
     n:int=6,  # lines
 )->str:
-    "The end of a program's output, on one line."
-    return ' | '.join(l.strip() for l in text.strip().splitlines()[-n:])
+    "The end of a program's output, on one line, without the marks under a traceback's lines."
+    return ' | '.join([l.strip() for l in text.splitlines() if l.strip(' ^~')][-n:])
 
 @contextmanager
 def limited(

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SCHEDULES', 'REPLAYED', 'any_heads', 'schedule_runs', 'native_replay', 'watched_run', 'cell_runs', 'replayed',
-           'arm_about', 'decode_cell', 'prefill_cell', 'merge_cell', 'place_of', 'paper_cells', 'run_cell',
-           'paper_tier', 'bench_paper']
+           'arm_about', 'decode_cell', 'apart_cell', 'prefill_cell', 'merge_cell', 'place_of', 'paper_cells',
+           'run_cell', 'paper_tier', 'bench_paper']
 
 # %% ../../nbs/13r_bench_paper.ipynb #cell002
 import edge0_lab
@@ -135,7 +135,8 @@ def decode_cell(
             runs, gate, replay, routing = replayed(lab, k, steps, runs, routes)
             held.enter_context(routed_by(lab, gate))
         else: replay = native_replay(lab, k, tokens) if any(r.prerouter == 'oracle' for r in runs.values()) else None
-        base, out = next(iter(runs)), {n: [] for n in (*runs, next(iter(runs)) + AGAIN)}
+        if not runs: return dict(arms={}, about={})
+        out = {n: [] for n in (*runs, next(iter(runs)) + AGAIN)}
         one = lambda n, **kw: watched_run(lab, replace(runs[n.removesuffix(AGAIN)], **kw), tokens, replay if runs[n.removesuffix(AGAIN)].prerouter == 'oracle' else None)
         for r in range(rounds + cold):
             for n in rotated(out, r):
@@ -147,6 +148,22 @@ def decode_cell(
             told[n] = [one(n, trace=True), one(n, trace=True)]
         return dict(arms=out, traced=told, about={n: arm_about(lab, r) for n, r in runs.items()}, routing=routing, heads=getattr(any_heads(lab, k), 'source', None), residency=lab.loaded.resident_bytes(), disk=lab.store.label,
                     layers=lab.loaded.layers, experts=lab.E, slots=2*k*len(lab.moe_layers) + 64, expert_bytes=lab.store.spec(lab.moe_layers[0]).total)
+
+def apart_cell(
+    rounds:int, cold:bool=True, limit:int=None, # bytes of memory and page cache, for each process
+    **kw,             # as for `decode_cell`
+)->dict:
+    "The same turns, each in a process of its own: warm ones run the arm once before they count."
+    arms, got = kw.pop('arms'), {}
+    base = next(iter(arms))
+    turn = lambda n, **how: own_process('bench.paper:decode_cell', dict(kw, arms={n: arms[n]}, traced=False, **how), limit=limit)
+    for r in range(rounds + cold):
+        for n in rotated([*arms, base + AGAIN], r):
+            name, first = n.removesuffix(AGAIN), cold and r == 0
+            out = turn(name, rounds=0 if first else 1, cold=first)
+            if name in out['arms']: got.setdefault(n, (out, []))[1].append(dict(out['arms'][name if first else name + AGAIN][0], cold_start=first))
+    names = [n for n in (*arms, base + AGAIN) if n in got]
+    return dict(got[base][0], arms={n: got[n][1] for n in names}, about={n: got[n][0]['about'][n] for n in names if n in arms}, apart=True)
 
 def prefill_cell(
     checkpoint:str, k:int, prompt:int,
@@ -206,10 +223,12 @@ def paper_cells(
 def run_cell(
     checkpoint:str, f, kw:dict, # as in `paper_cells`
     gib:float=None,             # limit of memory and page cache
+    apart:bool=False,           # decode: every turn of an arm in a process of its own
 )->dict:
     "A cell in a process of its own."
-    asked = kw if f is merge_cell else dict(kw, checkpoint=str(checkpoint))
-    return dict(own_process(f'bench.paper:{f.__name__}', asked, limit=None if gib is None else int(gib*2**30)), gib=gib)
+    asked, limit, t = kw if f is merge_cell else dict(kw, checkpoint=str(checkpoint)), None if gib is None else int(gib*2**30), time.perf_counter()
+    got = apart_cell(limit=limit, **asked) if apart and f is decode_cell else own_process(f'bench.paper:{f.__name__}', asked, limit=limit)
+    return dict(got, gib=gib, seconds=round(time.perf_counter() - t, 1))
 
 def paper_tier(
     checkpoint:Path,
@@ -227,6 +246,7 @@ def bench_paper(
     rounds:int=3,      # warm rounds
     prompt:int=3100,   # tokens of the long prompt
     routes:str='tiny-softmax,tiny-sigmoid', # tiny tiers whose routing is replayed
+    apart:bool=False,  # every turn of an arm in a process of its own, as the paper does it
     plan:bool=False,   # only say which cells there are
     out:str=None,      # JSON to write, or to go on with; the HTML is written beside it
     progress:bool=True,
@@ -241,7 +261,7 @@ def bench_paper(
     want = [n for n in todo if not cells or any(w in n for w in cells.split('|'))]
     if not want: raise ValueError(f'cells: {cells!r} fits none; allowed: words of {"; ".join(todo)}')
     report = json.loads(Path(out).read_text()) if out and Path(out).exists() else dict(schema=2, cells={})
-    report.update(checkpoint=folder.name, tier=tier, machine=about_machine(), command=f'edge0-lab bench paper --checkpoint {folder.name} --limits {limits} --ks {ks} --steps {steps} --rounds {rounds} --prompt {prompt} --routes {routes}', failed=report.get('failed', {}))
+    report.update(checkpoint=folder.name, tier=tier, machine=about_machine(), command=f'edge0-lab bench paper --checkpoint {folder.name} --limits {limits} --ks {ks} --steps {steps} --rounds {rounds} --prompt {prompt} --routes {routes}{" --apart" if apart else ""}', failed=report.get('failed', {}))
     if plan:
         for n in want: print(n, 'there' if n in report['cells'] else 'to do', sep=': ')
         return report
@@ -249,7 +269,7 @@ def bench_paper(
         if name in report['cells']: continue
         f, kw, gib = todo[name]
         if progress: print(name, end=': ', flush=True)
-        try: report['cells'][name] = run_cell(folder, f, kw, gib)
+        try: report['cells'][name] = run_cell(folder, f, kw, gib, apart)
         except (ChildDied, OSError) as e: report['failed'][name] = str(e)
         else: report['failed'].pop(name, None)
         if progress: print(report['failed'].get(name) or f"{report['cells'][name]['seconds']:.0f} s", flush=True)
