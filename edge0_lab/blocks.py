@@ -79,6 +79,7 @@ class MoEBlock(nn.Module):
         self.check, self.wants_logits = False, True
         self.path = self.route = self.tap = None
         self.pick = None            # pick(block, logits, k): another way to the same choice
+        self.mix = _mixed           # mix(y (T, k, D), w (T, k)): the weighted sum; a resident room may put a faster one here
         self.shared = family.shared # shared(block, x); a resident room may put a faster one here
         self.train(False)
 
@@ -114,12 +115,14 @@ def __call__(self:MoEBlock,
     ids, w = self.route(self.layer, h, logits) if self.route else self.choose(logits)      # (T, k)
     ids, w = tap(self.layer, 'ids', ids), tap(self.layer, 'weights', w)
     y = tap(self.layer, 'routed', self.path(self.layer, h, ids))                           # (T, k, D)
-    y = (y*w[..., None]).sum(-2).astype(x.dtype)                                           # (T, D)
+    y = self.mix(y, w).astype(x.dtype)                                                     # (T, D)
     shared = self.shared(self, h)
     if shared is not None: y = y + shared
     return tap(self.layer, 'out', y).reshape(x.shape)
 
 def _untouched(layer, name, value): return value
+
+def _mixed(y, w): return (y*w[..., None]).sum(-2)
 
 # %% ../nbs/08a_blocks.ipynb #cell025
 class StreamedSwitch(nn.Module):

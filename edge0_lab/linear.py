@@ -41,15 +41,26 @@ class Linear:
         q:QTensor,         # (rows, cols), 2, 4 or 8 bits
         form:str|None=None,# 'f32', 'int16'; None is this host's best
     ):
-        from edge0_lab.pool import huge_pages
+        from edge0_lab.pool import address, huge_pages, pool
         from edge0_lab.rows import choose_form, supported
-        from edge0_lab.tasks import plan_rows, run_linear
+        from edge0_lab.tasks import ONE_X, ONE_Y, one_job, plan_rows, run_linear
         if not isinstance(q, QTensor) or len(q.shape) != 2: _refuse('q', getattr(q, 'shape', type(q).__name__), 'a QTensor (rows, cols)')
         if not supported(q.bits, q.group_size): _refuse('q', f'{q.bits} bits', '2, 4 or 8 bits')
         self.held, layout = [np.ascontiguousarray(host(a)) for a in q.arrays], _layout(q)
         for a in self.held: huge_pages(a)
         self.run, self.form = run_linear, choose_form(form, [layout])
-        self.plan = plan_rows(self.form, layout, tuple(a.ctypes.data for a in self.held), *q.shape)
+        self.plan, self.job = plan_rows(self.form, layout, tuple(a.ctypes.data for a in self.held), *q.shape), None
+        self.tools = pool, address, one_job, ONE_X, ONE_Y
+
+    def one(self, x, out):
+        "One row, through a job of which only two addresses change."
+        pool, address, one_job, at_x, at_y = self.tools
+        p = pool()
+        with p.lock:
+            if self.job is None: self.job = one_job(self.plan)
+            self.job[0, at_x], self.job[0, at_y] = address(x), address(out)
+            p.run_list(self.job)
+        return out
 
 def plan_linear(
     q:QTensor, # (rows, cols), 2, 4 or 8 bits
@@ -64,7 +75,7 @@ def qlinear_fast(
     out:np.ndarray, # (T, rows) float32, C order: written
 ):                  # out
     "The compiled kernel with NOTHING checked."
-    return plan.run(plan.plan, x, out)
+    return plan.one(x, out) if len(x) == 1 else plan.run(plan.plan, x, out)
 
 # %% ../nbs/02f_linear.ipynb #cell007
 def qlinear_kernel(
@@ -80,6 +91,13 @@ def qlinear_kernel(
     else: y = np.array(mx.array(flat) @ dequantize(q.map(_to_mlx), mx.float32).T)
     return _like(y.reshape(*x.shape[:-1], q.shape[0]), x)
 
+def _one_row(x, q):
+    "The kernel's answer to one float32 row of MLX's, for weights that were met before; None for anything else, which is checked and converted."
+    held = q.__dict__.get('linear') if type(q) is QTensor else None
+    if held is None or type(x) is not mx.array or x.dtype != mx.float32 or x.shape != (1, held.plan.cols): return None
+    h = np.array(x, copy=False)
+    return mx.array(held.one(h, np.empty((1, held.plan.rows), np.float32))) if h.flags.c_contiguous else None
+
 def qlinear(
     x,         # (..., cols)
     q:QTensor, # (rows, cols)
@@ -87,7 +105,9 @@ def qlinear(
 ):             # (..., rows) of x's kind and dtype
     "x times the transpose of q."
     kernel = resolve_kernel(kernel)
-    if kernel == 'kernel': return qlinear_kernel(x, q)
+    if kernel == 'kernel':
+        y = _one_row(x, q)
+        return qlinear_kernel(x, q) if y is None else y
     if kernel == 'ref': return _like(qlinear_ref(x, q), x)
     y = qlinear_ops(x, q)
     return y if is_mlx(x) else _like(np.array(y.astype(mx.float32)), x)

@@ -22,8 +22,8 @@ from mlx_lm.utils import _get_classes, infer_quant_config, load_config, load_tok
 
 from .blocks import MoEBlock, StreamedSwitch, check_switch, family_of
 from .int4 import host
-from .onerow import make_onerow
-from .resident import make_resident
+from .onerow import RowNorm, make_onerow
+from .resident import make_resident, rows_of
 from .routing import Router
 from .store import Checkpoint, CheckpointError, ExpertStore
 
@@ -173,6 +173,19 @@ def step(self:Loaded,
         return out[-1:] if logits == 'last' else out
     h = self.hidden(tokens, cache)
     return h if logits is None else self.head(h[-1:] if logits == 'last' else h)
+
+@patch
+def row_logits(self:Loaded,
+    token:int,
+    cache,      # from make_cache
+):              # (V,) NumPy float32, or None where one token does not go through rows: use `step`
+    "One token with nothing left to evaluate."
+    inner, head = self.text.get('model'), self.text.get('lm_head')
+    if not self.controlled or inner is None: return None
+    if head is None: head = inner[next(n for n in ('embed_tokens', 'word_embeddings') if n in inner)]
+    if not hasattr(head, 'fast') or not any(type(m) is RowNorm for m in inner.values()): return None
+    h = inner(mx.array([[token]]), cache)
+    return head.fast(rows_of(h, h.shape[-1]))[0]
 
 @patch
 def copy_cache(self:Loaded,

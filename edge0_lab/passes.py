@@ -11,6 +11,7 @@ import time
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 from fastcore.basics import patch
 
 from .attach import wear_lora
@@ -90,6 +91,15 @@ def _alive(self:Session):
 
 # %% ../nbs/09f_passes.ipynb #cell011
 @patch
+def _logits(self:Session, token):
+    "(V,) of one token: NumPy where the host has them anyway and the largest wins, else MLX."
+    if self.stock is None and self.run.temperature == 0:
+        wear_lora(self.loaded.model, self.adapter)
+        rows = self.loaded.row_logits(token, self.kv)
+        if rows is not None: return rows
+    return self._forward([token], 'last')[-1]
+
+@patch
 @alone
 def step(self:Session,
     token:int=None, # the token to read; the last one chosen if None
@@ -103,16 +113,17 @@ def step(self:Session,
         phase = 'decode' if self.t else 'first'
         self._install(phase, self.route_of.get(phase))
         self._begin_rows(1, self.predictor is not None)
-        logits = self._forward([token], 'last')[-1]
-        if self.watch is not None: logits = self.watch(None, 'logits', logits)
-        (chosen, top), rows = self._read([sample(logits, self.run, self.position + 1), logits.max()])
+        logits = self._logits(token)
+        if self.watch is not None: logits = self.watch(None, 'logits', logits if isinstance(logits, mx.array) else mx.array(logits))
+        chose = np.argmax(logits) if isinstance(logits, np.ndarray) else sample(logits, self.run, self.position + 1)
+        (chosen, top), rows = self._read([chose, logits.max()])
         refuse_row(rows['flags'], self.row_layers, self.row_gated, top, self.position)
         chosen = int(chosen)
         if self.watch is not None: chosen = int(self.watch(None, 'token', chosen))
         if rec is not None:
             rec.record('step', -1, t0, time.perf_counter())
             rec.close_step(chosen, self.row_layers, **{n: v[:, 0] for n, v in rows.items() if n != 'flags' and v is not None})
-    self.logits, self.pending, self.position, self.t = logits, chosen, self.position + 1, self.t + 1
+    self.logits, self.pending, self.position, self.t = logits if isinstance(logits, mx.array) else mx.array(logits), chosen, self.position + 1, self.t + 1
     self.tokens.append(chosen)
     self.step_s.append(time.perf_counter() - t0)
     return chosen

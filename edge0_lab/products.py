@@ -29,7 +29,7 @@ def rows_of(
 
 def _back(y, x):
     "NumPy rows (T, n) in the form of x (..., cols)."
-    out = mx.array(y).reshape(*x.shape[:-1], y.shape[1])
+    out = mx.array(y.reshape(*x.shape[:-1], y.shape[1]))  # nothing is left to evaluate
     return out if x.dtype == mx.float32 else out.astype(x.dtype)
 
 MANY = 1024        # rows from which dequantise-and-multiply is faster, see page `13e_bench_models`
@@ -141,8 +141,17 @@ class QEmbedding(nn.QuantizedEmbedding):
     "A quantised table whose rows come out in `out`, and whose transpose is our kernel."
     out = mx.float32
     ready, fast, many = QLinear.ready, QLinear.fast, QLinear.many
-    def __call__(self, x): return mx.dequantize(self['weight'][x], self['scales'][x].astype(self.out), self['biases'][x].astype(self.out), self.group_size, self.bits)
+    def __call__(self, x):
+        if x.size == 1 and self.out == mx.float32: return mx.array(self.row(x.item()).reshape(*x.shape, -1))
+        return mx.dequantize(self['weight'][x], self['scales'][x].astype(self.out), self['biases'][x].astype(self.out), self.group_size, self.bits)
     def as_linear(self, x): return QLinear.__call__(self, x)
+    def row(self, i):
+        "Row i (D,), without a graph: the same bits."
+        held = self.__dict__.get('views')
+        if held is None or held[0] is not self['weight']: held = self.__dict__['views'] = self['weight'], [host(self[n]) for n in ('weight', 'scales', 'biases')]
+        w, s, b = (a[i] for a in held[1])
+        n = w[:, None] >> np.arange(0, 32, self.bits, np.uint32) & np.uint32(2**self.bits - 1)
+        return (n.reshape(-1, self.group_size).astype(np.float32)*floats(s)[:, None] + floats(b)[:, None]).reshape(-1)
 
 class HalfEmbedding(nn.Embedding):
     "A bf16 table whose rows come out in `out`."

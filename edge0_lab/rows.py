@@ -66,6 +66,8 @@ def block_dot(b, form, weights, scales, x, acc):
 # %% ../nbs/02c_rows.ipynb #cell014
 AHEAD, SCALES_AHEAD, CHUNK = 2048, 512, 32  # bytes to prefetch, measured: 13 GB/s against 10 without; blocks walked at a time
 
+def _keep(form, N): return 0 if N == 1 and form.lanes < LANES else 3  # what one token reads it will not read again soon
+
 def emit_rows(
     m,      # module
     form,   # Form
@@ -82,7 +84,7 @@ def emit_rows(
     held = [[fn.var(f32(), n=i32(CHUNK*LANES//words + 8)) for _ in range(N)] for _ in range(R)]
     row = lambda p, stride, r: at(b, p, b.mul(stride, i64(r))) if r else p
     ws, ss, bs = ([row(p, stride, r) for r in range(R)] for p, stride in ((w, wstep), (s, gstep), (bias, gstep)))
-    for p in (s, bias): prefetch(b, at(b, p, SCALES_AHEAD))
+    for p in (s, bias): prefetch(b, at(b, p, SCALES_AHEAD), _keep(form, N))
     tail, groups = b.icmp_signed('>', tail_words, i64(0)), b.udiv(gstep, i64(BYTES[layout.dtype]))
     records = b.add(blocks, b.zext(tail, int_(64)))
     sums = [at(b, x, b.mul(records, i64(record(form, layout.bits)))) for x in xs]
@@ -124,7 +126,7 @@ def _emit_block(b, form, layout, ws, xs, i, j, acc, held, words=None):
     group, n = layout.group*layout.bits//32, form.lanes
     for r, w in enumerate(ws):
         p = at(b, w, b.mul(i, i64(64))) if words is None else words[r]
-        if words is None: prefetch(b, at(b, p, AHEAD))
+        if words is None: prefetch(b, at(b, p, AHEAD), _keep(form, len(xs)))
         for h in range(LANES//n):
             weights = list(planes(b, load(b, at(b, p, 4*n*h), vec(int_(32), n), 4), form, layout.bits))
             many = max(1, n//group)

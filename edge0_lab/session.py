@@ -146,11 +146,13 @@ def _route(self:Session, layer, h, logits):
     if got is not None and self.caches is not None: self.predicted.add(layer)
     if self.watch is not None: ids, w = self._watched(layer, ids, w)
     if self.predicting: self._observe(layer, h, ids, w, logits)
+    known = block.__dict__.get('picked') if self.T == 1 else None      # one row chosen in NumPy: nothing to fetch afterwards
+    if known is not None and known.ids is not ids: known = None
     self.row_layers.append(layer)
-    self.row_flags.append(row_flag(h, logits))
+    self.row_flags.append(row_flag(h, logits) if known is None else known.top)
     self.row_gated.append(logits is not None)
     self.row_predicted.append(got is not None)
-    self.row_ids.append(ids)
+    self.row_ids.append(ids if known is None else known.host_ids)
     if self.recorder is not None:
         self.row_w.append(w)
         if got is not None and native is not None: self.row_native[n] = native[0]
@@ -197,15 +199,22 @@ def _tap(self:Session, layer, name, value):
 # %% ../nbs/09c_session.ipynb #cell017
 @patch
 def _read(self:Session,
-    front, # MLX scalars that come first: the token and the largest logit
+    front, # scalars that come first: the token and the largest logit
 ):         # (front values, rows of the trace)
     "Evaluate the pass and take what the host wants."
     n, T, k, traced = len(self.row_ids), self.T, self.k, self.recorder is not None
     late = self.predictor.pending() if self.predicting else None
-    parts, shapes = list(front), [('i4' if mx.issubdtype(a.dtype, mx.integer) else 'f4', ()) for a in front]
+    parts, there, shapes = [], [], []
+    for a in front:
+        if not isinstance(a, mx.array): there.append((len(shapes) + len(there), a))
+        else:
+            parts.append(a)
+            shapes.append(('i4' if mx.issubdtype(a.dtype, mx.integer) else 'f4', ()))
     def add(arrays, dtype, shape):
-        parts.append(mx.concatenate(arrays))
-        shapes.append((dtype, shape))
+        if all(isinstance(a, np.ndarray) for a in arrays): there.append((len(shapes) + len(there), np.concatenate(arrays).astype(dtype).reshape(shape)))
+        else:
+            parts.append(mx.concatenate([mx.array(a) if isinstance(a, np.ndarray) else a for a in arrays]))
+            shapes.append((dtype, shape))
     if n:
         add(self.row_flags, 'f4', (n, T))
         add(self.row_ids, 'i4', (n, T, k))
@@ -214,6 +223,7 @@ def _read(self:Session,
     if self.row_logits: add(list(self.row_logits.values()), 'f4', (len(self.row_logits), T, self.E))
     if late is not None: add([late], 'i4', tuple(late.shape))
     got = from_words(np.array(to_words(parts)), shapes) if parts else []
+    for i, v in there: got.insert(i, v)
     for path in (self.exact if self.caches is not None else None, self.whole, self.decode_whole):
         if path is not None: path.evaluated()
     if late is not None: self.predictor.settle(got.pop().astype(np.uint32))

@@ -29,6 +29,9 @@ def distinct(
     ids, # ints, nested lists, NumPy or MLX array
 )->list:
     "Expert ids as distinct host integers, in order of appearance."
+    if isinstance(ids, np.ndarray) and ids.size > 64:
+        found, at = np.unique(ids, return_index=True)
+        return found[np.argsort(at)].tolist()
     if not isinstance(ids, (list, tuple)): ids = ids.tolist() if hasattr(ids, 'tolist') else list(ids)
     if len(ids) == 1 and isinstance(ids[0], list): ids = ids[0] # one token
     while ids and isinstance(ids[0], (list, tuple)): ids = [e for row in ids for e in row]

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TOKENS', 'TILE', 'WIDE', 'NARROW', 'ROWS_IN', 'ROWS_OUT', 'LINEAR', 'EXPERT', 'SEGMENT', 'ExpertPlan', 'LinearPlan',
-           'emit_linear', 'emit_expert', 'linear_code', 'expert_code', 'segments', 'plan_experts', 'plan_rows',
-           'run_expert', 'run_linear', 'linear_job']
+           'ONE_X', 'ONE_Y', 'emit_linear', 'emit_expert', 'linear_code', 'expert_code', 'segments', 'plan_experts',
+           'plan_rows', 'run_expert', 'run_linear', 'linear_job', 'one_job']
 
 # %% ../nbs/02d_tasks.ipynb #cell002
 import functools
@@ -13,7 +13,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from .pool import address, pool, wait_until
+from .pool import RECORD, address, aligned, job_list, pool, wait_until
 from .rows import Form, Layout, block, emit_prepare, emit_rows, prepared_bytes
 from .vector import BYTES, LANES, Compiled, Function, at, f32, i32, i64, int_, load, loop, new_module, ptr, silu_times, smaller, use_symbol, vec
 
@@ -240,7 +240,7 @@ def plan_rows(
     rows, cols,
 ):          # LinearPlan
     "The same for one linear layer."
-    n = min(256, max(16, rows//64//16*16))
+    n = min(256, max(16, rows//16//16*16))
     return LinearPlan(linear_code(form, layout)[1], parts, rows, cols, n, -(-rows//n), prepared_bytes(form, layout, cols))
 
 # %% ../nbs/02d_tasks.ipynb #cell024
@@ -288,3 +288,14 @@ def linear_job(
     "One token through a linear layer, as a job of a list."
     task, parts, rows, cols, rows_task, blocks, xbytes = plan
     return 1 + blocks, (task, *parts, x, prepared, y, 1, rows, cols, rows_task, blocks, xbytes, sync), sync, 64
+
+ONE_X, ONE_Y = (8 + LINEAR.index(n) for n in 'xy') # columns of a record
+
+def one_job(
+    plan, # LinearPlan
+):        # (1, 64) int64 for `Pool.run_list`, with memory of its own; columns ONE_X and ONE_Y are for addresses
+    "One token through a linear layer, all but its addresses written once."
+    memory = aligned(RECORD + 64 + plan.xbytes)
+    records, sync = memory[:RECORD].view(np.int64).reshape(1, -1), address(memory) + RECORD
+    records[:] = job_list([linear_job(plan, 0, 0, sync + 64, sync)])
+    return records

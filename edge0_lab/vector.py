@@ -94,7 +94,7 @@ def fma(b, x, y, z):
 
 def shuffle(b, x, y, index): return b.shuffle_vector(x, y, ir.Constant(vec(int_(32), len(index)), list(index)))
 
-def prefetch(b, p): call(b, 'llvm.prefetch.p0', ir.VoidType(), [p, i32(0), i32(3), i32(1)])
+def prefetch(b, p, keep=3): call(b, 'llvm.prefetch.p0', ir.VoidType(), [p, i32(0), i32(keep), i32(1)])  # keep: 3 in every cache, 0 nowhere for long
 
 def smaller(b, x, y): return b.select(b.icmp_signed('<', x, y), x, y)
 
