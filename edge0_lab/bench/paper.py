@@ -51,7 +51,7 @@ def schedule_runs(
     **kw,         # other settings of RunConfig
 )->dict:          # name -> RunConfig
     "One run for each schedule, all with slots for 2k bundles a layer and `cache` more."
-    stage, heads, out = 2*k*len(lab.moe_layers), any_heads(lab, k), {}
+    stage, heads, out = 2*k*len(lab.moe_layers), any_heads(lab, k) if 'cross-token' in names else None, {}
     for n in names:
         if n not in SCHEDULES: raise ValueError(f'schedules: {n!r}; allowed: {", ".join(SCHEDULES)}')
         if n == 'cross-token' and heads is None: continue
@@ -131,6 +131,7 @@ def decode_cell(
     "Arms in rotated order in this process."
     with Lab.open(checkpoint) as lab, ExitStack() as held:
         tokens, runs, gate, routing = tokens_for(steps, lab.vocab), cell_runs(lab, k, arms), None, dict(routing='its own')
+        source = next((r.heads.source for r in runs.values() if r.heads is not None), None)
         if routes:
             runs, gate, replay, routing = replayed(lab, k, steps, runs, routes)
             held.enter_context(routed_by(lab, gate))
@@ -146,7 +147,7 @@ def decode_cell(
         for n in runs if traced else ():
             lab.store.evict()
             told[n] = [one(n, trace=True), one(n, trace=True)]
-        return dict(arms=out, traced=told, about={n: arm_about(lab, r) for n, r in runs.items()}, routing=routing, heads=getattr(any_heads(lab, k), 'source', None), residency=lab.loaded.resident_bytes(), disk=lab.store.label,
+        return dict(arms=out, traced=told, about={n: arm_about(lab, r) for n, r in runs.items()}, routing=routing, heads=source, residency=lab.loaded.resident_bytes(), disk=lab.store.label,
                     layers=lab.loaded.layers, experts=lab.E, slots=2*k*len(lab.moe_layers) + 64, expert_bytes=lab.store.spec(lab.moe_layers[0]).total)
 
 def apart_cell(
