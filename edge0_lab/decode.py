@@ -134,7 +134,7 @@ def can_decode(self:Lab)->bool:
 # %% ../nbs/09_decode.ipynb #cell012
 @patch
 @alone
-def _session(self:Lab, run, steps=64, replay=None):
+def _session(self:Lab, run, replay=None):
     "A fresh session."
     if self._walk is not None: raise RuntimeError('lab: a walk is under way; close it first')
     if not isinstance(run, RunConfig): raise ValueError(f'run: {run!r}; allowed: a RunConfig')
@@ -146,7 +146,7 @@ def _session(self:Lab, run, steps=64, replay=None):
             k = self.native_k
     p = None if run.prerouter is False else self._predictor(run, k, replay)
     mx.reset_peak_memory()
-    return Session(self.loaded, run, k, self.tier.cache_slots if self.tier else 64, p, stock, steps, None if run.lora == 'off' else self._adapter(run, k, stock))
+    return Session(self.loaded, run, k, self.tier.cache_slots if self.tier else 64, p, stock, None if run.lora == 'off' else self._adapter(run, k, stock))
 
 @patch
 def _adapter(self:Lab, run, k, stock):
@@ -213,7 +213,7 @@ def score(self:Lab,
     "Teacher forced: a given text in one go, through the prefill path."
     run, tokens = run or RunConfig(), self.encode(tokens)
     replay = replay_of(self.score(tokens, replace(run, prerouter=False, heads=None, trace=True)).trace) if run.prerouter == 'oracle' else None
-    with self._session(run, len(tokens), replay) as s: return s.score(tokens)
+    with self._session(run, replay) as s: return s.score(tokens)
 
 @patch
 def logits(self:Lab,
@@ -267,6 +267,6 @@ def walk(self:Lab,
     if run.prerouter == 'oracle': raise ValueError("prerouter: 'oracle' needs the future; allowed in a walk: any other")
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0: raise ValueError(f'max_tokens: {max_tokens!r}; allowed: a whole number from 0')
     def done(): self._walk = None
-    s = self._session(run, max_tokens)
+    s = self._session(run)
     self._walk = Walk(s, tokens, max_tokens, self.tokenizer.eos_token_ids if self.can_decode() else (), done)
     return self._walk

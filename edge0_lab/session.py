@@ -33,7 +33,6 @@ class Session:
         cache:int=64,    # bundles of the cache where run says 'auto'
         predictor=None,  # see `prerouter`; None: routing is the gate's
         stock=None,      # mlx-lm's own model, for decode='resident'
-        steps:int=64,    # decode steps expected, for the recorder
         adapter=None,    # Attached that this request wears, from `prepare_lora`
     ):
         self.loaded, self.run, self.predictor, self.stock, self.watch, self.adapter = loaded, run, predictor, stock, None, adapter

@@ -58,7 +58,7 @@ class Stream:
             native = Stream(self.lab, self.prompt, self.max, replace(self.run, prerouter=False, heads=None, features='executed', trace=True), self.stop)
             for _ in native: pass
             replay = replay_of(native.out.trace)
-        self.session = self.lab._session(self.run, min(self.max, 4096), replay)
+        self.session = self.lab._session(self.run, replay)
         self.session.prefill(self.prompt)
 
 # %% ../nbs/09h_stream.ipynb #cell008

@@ -85,7 +85,7 @@ def test_unmerged_is_the_float32_sum_on_every_kind_of_layer(lab, folder, kind):
         B_ref = np.array(dense.logits(PROMPT, PLAIN))
         merge_lora(dense.loaded.model, a, 'dequantised').label = 'test'
         at = worn(dense.loaded.model)
-        with dense._session(PLAIN, len(PROMPT)) as s:
+        with dense._session(PLAIN) as s:
             s.adapter = at
             R = np.array(s.score(PROMPT).logits)
     assert relative_l2(B, B_ref) < 2e-3

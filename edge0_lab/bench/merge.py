@@ -160,7 +160,7 @@ def logit_distances(
 def _with(lab, at, window, k):
     "Logits while the lab's model wears `at`."
     run = RunConfig(k=k, trace=False)
-    s = lab._session(run, len(window))
+    s = lab._session(run)
     s.adapter = at
     with s: return s.score(window).logits
 

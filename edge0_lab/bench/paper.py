@@ -75,7 +75,7 @@ def watched_run(
     replay:dict=None, # for the oracle
 )->dict:              # a record
     "Decode the tokens; what it took."
-    with lab._session(run, len(tokens), replay) as s:
+    with lab._session(run, replay) as s:
         s.prefill(PROMPT)
         cpu, t = time.process_time(), time.perf_counter()
         for token in tokens: s.step(token)
