@@ -117,7 +117,7 @@ def train_heads(
     return log
 
 # %% ../nbs/10d_headtrain.ipynb #cell012
-SHIPPED_HEADS = (('tiny-softmax', 4), ('tiny-sigmoid', 8, '--near', 3), ('tiny-softmax', 8), ('tiny-sigmoid', 4), ('tiny-softmax', 2))
+SHIPPED_HEADS = (('tiny-softmax', 4), ('tiny-sigmoid', 8, '--windows', 512, '--steps', 700, '--near', 4), ('tiny-softmax', 8), ('tiny-sigmoid', 4), ('tiny-softmax', 2))
 
 def train_all(
     cells=SHIPPED_HEADS, # (tier, k, further words), in this order

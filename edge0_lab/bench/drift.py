@@ -91,16 +91,18 @@ def bench_drift(
     heldout:int=28,      # windows of held-out text
     T:int=256,           # tokens a window
     prompt:int=16,       # tokens of each window that the model continues by itself
-    windows:int=256,     # of training text, for heads that saw the gate's choices only; as in train heads
-    steps:int=None,      # of their training; default as in train heads
+    windows:int=None,    # of training text, for heads that saw the gate's choices only; default as the shipped heads' log says
+    steps:int=None,      # of their training; default likewise
     out:str=None,        # JSON; default drift.json beside the checkpoint, which keeps what it has of other k
 ):
     "Feature drift and state drift against position; loss by who routes. Uses what `train heads` left in the cache."
     t = _tier(tier)
     k = k or t.k
-    base, corpus, run = frozen(t.checkpoint), Corpus.open(), HeadRun() if steps is None else HeadRun(steps=steps)
-    (first,), _, _ = distilled(base, corpus, t, k, windows, T, run, served=0, progress=True)
-    heads = {"the gate's choices": first, 'shipped': read_heads(find_heads(t.checkpoint, k))}
+    base, corpus, file = frozen(t.checkpoint), Corpus.open(), find_heads(t.checkpoint, k)
+    log = json.loads(file.with_suffix('.json').read_text())
+    run = HeadRun(**log['run'] | ({} if steps is None else dict(steps=steps)))
+    (first,), _, _ = distilled(base, corpus, t, k, windows or log['windows'], T, run, served=0, progress=True)
+    heads = {"the gate's choices": first, 'shipped': read_heads(file)}
     tokens, found = corpus.windows('heldout', heldout, T, 1), {}
     for name, h in heads.items():
         student = Student(t.checkpoint, k, h, t.consumers)
