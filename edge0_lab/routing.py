@@ -145,7 +145,7 @@ def _softmax_np(logits, k, norm):
     g = np.exp(l - l.max(-1, keepdims=True))
     g = g/g.sum(-1, keepdims=True)
     ids = np.argsort(-(l if norm == 'chosen' else g), axis=-1, kind='stable')[..., :k]
-    w = np.take_along_axis(g, ids, -1) if len(g) > 1 or g.ndim != 2 else g[:, ids[0]]  # one row: a third of the time
+    w = g[:, ids[0]] if g.ndim == 2 and len(g) == 1 else np.take_along_axis(g, ids, -1)  # one row: a third of the time
     return ids.astype(np.int32), (w/w.sum(-1, keepdims=True) if norm else w).astype(logits.dtype)
 
 # %% ../nbs/01_routing.ipynb #cell028
