@@ -4,7 +4,7 @@ import json, os, subprocess, sys
 import numpy as np
 import pytest
 
-from edge0_lab.bench.lifted import TinyText, copies_of, lag_overlap, layer_plan, lifted_sets, overlap, supplied_routes, typical_stretch
+from edge0_lab.bench.lifted import TinyText, copies_of, lag_overlap, layer_plan, lifted_sets, share_of, supplied_routes, typical_stretch
 from edge0_lab.bench.paired import ChildDied, limited, own_process
 from edge0_lab.bench.paper import REPLAYED, SCHEDULES, apart_cell, decode_cell, paper_cells, paper_tier
 from edge0_lab.bench.paper_tables import arm_table, memory_table, paper_beside, paper_html, paper_speed
@@ -76,9 +76,9 @@ def test_neighbours_and_recall_are_kept_to_the_last_digit(seed):
     plan = [0, 0, 1, 2, 2]
     a, b = lifted_sets([gate, head], 16, plan, 64, seed)
     for i, s in enumerate(plan):
-        np.testing.assert_array_equal(overlap(a[1:, i], a[:-1, i]), overlap(gate[1:, s], gate[:-1, s]))
-        np.testing.assert_array_equal(overlap(b[1:, i], b[:-1, i]), overlap(head[1:, s], head[:-1, s]))
-        np.testing.assert_array_equal(overlap(b[:, i], a[:, i]), overlap(head[:, s], gate[:, s]))
+        np.testing.assert_array_equal(share_of(a[1:, i], a[:-1, i]), share_of(gate[1:, s], gate[:-1, s]))
+        np.testing.assert_array_equal(share_of(b[1:, i], b[:-1, i]), share_of(head[1:, s], head[:-1, s]))
+        np.testing.assert_array_equal(share_of(b[:, i], a[:, i]), share_of(head[:, s], gate[:, s]))
     assert (np.diff(np.sort(a, -1), axis=-1) > 0).all() and set(np.unique(a)) <= set(range(64)) and len(np.unique(a[:, 0])) > 16
     assert not np.array_equal(a[:, 0], a[:, 1])                          # one source, two numberings
     assert lag_overlap(a, 4) < lag_overlap(gate[:, plan], 4)

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from .decode import PROMPT, tokens_for
-from .lifted import overruled, routed_by, supplied_routes, tiny_text
+from .lifted import overruled, overruled_by, supplied_routes, tiny_text
 from .merge import adapter_weights, base_tensors, logit_distances, Reference
 from .paired import AGAIN, ChildDied, about_machine, own_process, rotated
 from .paper_tables import write_paper_html
@@ -134,7 +134,7 @@ def decode_cell(
         source = next((r.heads.source for r in runs.values() if r.heads is not None), None)
         if routes:
             runs, gate, replay, routing = replayed(lab, k, steps, runs, routes)
-            held.enter_context(routed_by(lab, gate))
+            held.enter_context(overruled_by(lab, gate))
         else: replay = native_replay(lab, k, tokens) if any(r.prerouter == 'oracle' for r in runs.values()) else None
         if not runs: return dict(arms={}, about={})
         out = {n: [] for n in (*runs, next(iter(runs)) + AGAIN)}
