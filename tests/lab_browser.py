@@ -117,12 +117,17 @@ def undrawn(figures):
         finally: browser.close()
 
 
-NOTEBOOK = 'window.jupyterapp.shell.currentWidget'
+FIND = "const shell = window.jupyterapp?.shell, mine = [...(shell?.widgets('main') ?? [])].find(w => w.context?.path === path);"
 
 
-def notebook_ready(page, name):
-    "The notebook is in front and its kernel answers."
-    page.wait_for_function(f'() => window.jupyterapp && {NOTEBOOK}?.context?.path?.endsWith("{name}") && {NOTEBOOK}.sessionContext?.session?.kernel?.status === "idle"')
+def notebook_ready(page, path):
+    """The notebook is in front and its kernel answers.
+
+    It is brought to the front for as long as it is not there: the lab brings the page of its own address to the front when it has started, and on a busy machine that comes late.
+    """
+    page.wait_for_function(f"""path => {{ {FIND}
+        if (mine && shell.currentWidget !== mine) shell.activateById(mine.id)
+        return mine && shell.currentWidget === mine && mine.sessionContext?.session?.kernel?.status === 'idle' }}""", arg=path)
 
 
 def open_notebook(page, path):
@@ -130,11 +135,14 @@ def open_notebook(page, path):
     notebook_ready(page, path)
 
 
-def run_all(page):
-    "Run every cell; what each gave, as the notebook's model has it."
+def run_all(page, path):
+    "Run every cell of a notebook that is open; what each gave, as its model has it."
+    notebook_ready(page, path)
     page.evaluate('async () => { await window.jupyterapp.commands.execute("notebook:run-all-cells") }')
-    page.wait_for_function(f'() => {NOTEBOOK}.sessionContext.session.kernel.status === "idle" && [...{NOTEBOOK}.content.widgets].every(c => c.model.type !== "code" || !c.model.sharedModel.source.trim() || c.model.executionCount !== null)', timeout=120_000)
-    return page.evaluate(f'() => {NOTEBOOK}.content.model.sharedModel.toJSON().cells')
+    page.wait_for_function(f"""path => {{ {FIND}
+        return mine.content.widgets.every(c => c.model.type !== 'code' || !c.model.sharedModel.source.trim() || c.model.executionCount !== null) }}""", arg=path)
+    notebook_ready(page, path)
+    return page.evaluate(f'path => {{ {FIND} return mine.content.model.sharedModel.toJSON().cells }}', path)
 
 
 def complaints(page, wrong):

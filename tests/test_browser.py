@@ -121,7 +121,7 @@ def test_a_chapter_runs_in_jupyterlab(address, path):
     with page_at(address) as (page, wrong):
         notebook_ready(page, '15_dashboard.ipynb')
         open_notebook(page, path)
-        cells = run_all(page)
+        cells = run_all(page, path)
         assert not errors_of(cells)
         assert sum('application/vnd.plotly.v1+json' in o.get('data', {}) for c in cells for o in c.get('outputs', [])) >= 2
         assert not complaints(page, wrong)

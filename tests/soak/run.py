@@ -1,4 +1,4 @@
-"""The full soak: every parser 30 minutes under the fuzzer, 100,000 decode steps, 10,000 requests A then B, 10,000 injected read faults, and the fault tests. Can be stopped and goes on.
+"""The full soak: every parser 30 minutes of processor time under the fuzzer, 100,000 decode steps, 10,000 requests A then B, 10,000 injected read faults, and the fault tests. Can be stopped and goes on.
 
     python tests/soak/run.py [--out out/soak] [--minutes N] [--only steps requests faults fuzz tests] [--fuzz-seconds 1800] [--jobs N]
 
@@ -50,7 +50,7 @@ def summary(s):
             if grown: bad.append(f'{k}: grew {grown}')
     for k, v in s.items():
         if k.startswith('fuzz '):
-            lines.append(f"{k:22} {v['executions']:>9,} inputs in {v['seconds']/60:.1f} min, {v['how']}" + (f"; FOUND {', '.join(v['findings'])}" if v['findings'] else '; nothing found'))
+            lines.append(f"{k:22} {v['executions']:>9,} inputs in {v['seconds']/60:.1f} processor minutes, {v['how']}" + (f"; FOUND {', '.join(v['findings'])}" if v['findings'] else '; nothing found'))
             bad += [f'{k}: {f}' for f in v['findings']]
     for k, v in s.items():
         if k.startswith('tests '): lines.append(f"{k:22} {v['said']}")
@@ -97,7 +97,7 @@ def fuzz(name, state, seconds, out):
     left = seconds - mine['seconds']
     if left < 10: return
     work = out/'fuzz'/name
-    p = subprocess.run([sys.executable, str(HERE/'fuzz.py'), name, '--seconds', str(left), '--work', str(work), '--seed', str(mine['executions'] % 1000)], capture_output=True, text=True, timeout=left + 300)
+    p = subprocess.run([sys.executable, str(HERE/'fuzz.py'), name, '--seconds', str(left), '--work', str(work), '--seed', str(mine['executions'] % 1000)], capture_output=True, text=True, timeout=30*left + 300)
     got = json.loads((work/'result.json').read_text()) if (work/'result.json').exists() else dict(executions=0, seconds=0., how='', findings=[])
     with state.lock:
         mine.update(executions=mine['executions'] + got['executions'], seconds=mine['seconds'] + got['seconds'], how=got['how'], findings=sorted({*mine['findings'], *got['findings']}))
