@@ -21,7 +21,7 @@ def limits():
 class Count:
     "The parser, its executions counted and its findings saved."
     def __init__(self, f, work, limit=None, leave=lambda: None):
-        self.f, self.work, self.limit, self.leave, self.n, self.start, self.found, self.told = f, work, limit, 0, time.process_time(), [], 0.
+        self.f, self.work, self.limit, self.leave, self.n, self.start, self.found, self.told = f, work, limit, leave, 0, time.process_time(), [], 0.
         (work/'findings').mkdir(parents=True, exist_ok=True)
         signal.signal(signal.SIGALRM, self.late)
 
