@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['WORDS', 'paper_speed', 'schedule_cell', 'speeds', 'gain', 'aa_spread', 'load_fit', 'ours', 'places_of',
            'replayed_tiers', 'paper_beside', 'arm_table', 'memory_table', 'paper_goals', 'paper_html', 'about_text',
-           'write_paper_html']
+           'write_paper_html', 'bound_table']
 
 # %% ../../nbs/13s_paper_tables.ipynb #cell002
 import edge0_lab
@@ -232,3 +232,21 @@ def write_paper_html(
 ):
     "The page as a file."
     write_text(path, paper_html(report))
+
+# %% ../../nbs/13s_paper_tables.ipynb #cell014
+def bound_table(
+    cell:dict, cores:int, # of the machine
+    base:str='exact',
+)->dict:                  # columns, a row for the cold start and one for the warm rounds
+    "What hiding every read could give at most, beside the best arm."
+    rows = []
+    for word, cold in (('cold start', True), ('warm', False)):
+        runs = [r for r in cell['arms'][base] if r['cold_start'] == cold]
+        if not runs: continue
+        mid = lambda q: float(np.median([q(r) for r in runs]))
+        step, wait, busy = mid(lambda r: 1e3/r['tokens_per_s']), mid(lambda r: r['wait_ms']), mid(lambda r: r['cores'])
+        hidden, full = step/max(wait, step - wait), cores/busy
+        best = max((n for n in cell['arms'] if n != base and not n.endswith(AGAIN)), key=lambda n: gain(cell, n, base, cold)[0])
+        rows.append({'rounds': word, 'step ms': round(step, 1), 'waits for reads': round(wait, 1), 'the rest': round(step - wait, 1), 'cores busy': round(busy, 2), 'at most, reads hidden': round(hidden, 2), 'at most, cores full': round(full, 2),
+                     'best': best, 'reached': round(gain(cell, best, base, cold)[0], 2)})
+    return {c: [r[c] for r in rows] for c in rows[0]} if rows else {}
