@@ -47,6 +47,8 @@ _families = [
     Family('olmoe', 'OlmoeSparseMoeBlock', _linear, _none, _none, ('softmax, often not renormalised', 'none', 'mlp.switch_mlp')),
     Family('bailing_hybrid', 'SparseMoeBlock', lambda b, x: b.gate.gate_proj(x), lambda b: b.gate.get('expert_bias'), _shared,
            ('sigmoid in groups, bias, scale', 'added', 'mlp.switch_mlp')),
+    Family('bailing_moe', 'BailingMoeSparseMoeBlock', lambda b, x: b.gate.gate_proj(x), lambda b: b.gate.get('expert_bias'), _shared,
+           ('sigmoid or softmax, bias, scale', 'added, of any width', 'mlp.switch_mlp')),
     Family('bailing_moe_v3', 'BailingSparseMoE', lambda b, x: x.astype(mx.float32) @ b.gate.weight.astype(mx.float32).T, lambda b: b.gate.expert_bias, _shared,
            ('sigmoid in groups, bias, scale', 'added', 'mlp.experts as released')),
     Family('deepseek_v3', 'DeepseekV3MoE', lambda b, x: x @ b.gate.weight.T, lambda b: b.gate.e_score_correction_bias, _shared,

@@ -265,9 +265,10 @@ _FAMILIES = dict(
     qwen3_5_moe={**_soft, 'norm': True}, qwen3_5_moe_text={**_soft, 'norm': True}, qwen3_next={**_soft, 'norm': False}, qwen3_moe={**_soft, 'norm': _need}, olmoe={**_soft, 'norm': False},
     mixtral=dict(kind='softmax', E=8, k=2),
     bailing_hybrid=dict(kind='sigmoid_group', E=_need, k=_need, norm=True, n_group=_need, topk_group=_need, scale=_need),
+    bailing_moe=dict(kind='sigmoid_group', E=_need, k=_need, norm=_need, n_group=1, topk_group=4, scale=1.0),
     bailing_moe_v3=dict(kind='sigmoid_group', E=128, k=8, n_group=8, topk_group=4, scale=2.5),
     deepseek_v3=dict(kind='sigmoid_group', E=_need, k=1, norm=True, n_group=1, topk_group=1, scale=1.0))
-_rules = dict(mixtral=dict(norm='chosen'), bailing_hybrid=dict(cast=True, norm_one=False), bailing_moe_v3=dict(biased=True), deepseek_v3=dict(biased=True, norm_one=False, masked=0.0))
+_rules = dict(mixtral=dict(norm='chosen'), bailing_hybrid=dict(cast=True, norm_one=False), bailing_moe=dict(cast=True, norm_one=False, masked=0.0), bailing_moe_v3=dict(biased=True), deepseek_v3=dict(biased=True, norm_one=False, masked=0.0))
 _only = dict(bailing_hybrid=dict(score_function='sigmoid'), bailing_moe_v3=dict(score_function='sigmoid', norm_topk_prob=True),
              deepseek_v3=dict(topk_method='noaux_tc', scoring_func='sigmoid'))
 
@@ -286,8 +287,10 @@ def _from_config(config):
         if name == 'kind': got[name] = default; continue
         got[name] = c.get(keys[name], default)
         if got[name] is _need: raise ValueError(f'{keys[name]}: missing in the config of {family}; allowed: as its config.json has it')
-    if family == 'bailing_hybrid': got['biased'] = bool(c.get('moe_router_enable_expert_bias', True))
+    if family in ('bailing_hybrid', 'bailing_moe'): got['biased'] = bool(c.get('moe_router_enable_expert_bias', family == 'bailing_hybrid'))
     if got.get('n_group', 0) in (None, 1): got['topk_group'] = got['n_group']  # mlx-lm reads no topk_group then
+    if family == 'bailing_moe' and c.get('score_function', 'softmax') != 'sigmoid':  # mlx-lm's own default
+        return Router(**{**got, 'kind': 'softmax', 'norm': got['norm'] and got['k'] > 1})
     return Router(**{**got, **_rules.get(family, {})})
 
 # %% ../nbs/01_routing.ipynb #cell040

@@ -132,7 +132,8 @@ def head(self:Student,
     h, # (..., D)
 ):     # (..., V)
     "The output matrix."
-    return self.text.lm_head(h) if self.text.get('lm_head') is not None else self.text.model.embed_tokens.as_linear(h)
+    lm_head, inner = self.text.get('lm_head'), self.text.model
+    return lm_head(h) if lm_head is not None else inner['embed_tokens' if 'embed_tokens' in inner else 'word_embeddings'].as_linear(h)
 
 @patch
 def logits(self:Student, tokens, native=1, so_far=None, **keep):

@@ -296,6 +296,8 @@ SMALL_FAMILIES = dict(
     qwen3_moe=dict(decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True),
     bailing_hybrid=dict(_LING, score_function='sigmoid', moe_router_enable_expert_bias=True, use_qk_norm=True, group_norm_size=1, num_key_value_heads=2,
                         rope_interleave=True, use_bias=False, use_qkv_bias=False, max_window_layers=3, num_nextn_predict_layers=0, rotary_dim=16, partial_rotary_factor=0.5),
+    bailing_moe=dict(score_function='sigmoid', routed_scaling_factor=3.0, norm_topk_prob=True, moe_router_enable_expert_bias=True, num_shared_experts=1,
+                     moe_shared_expert_intermediate_size=128, first_k_dense_replace=0, tie_word_embeddings=True),
     bailing_moe_v3=dict(_LING, model_type='bailing_hybrid', architectures=['BailingMoeV3ForCausalLM'], short_conv_kernel_size=4),
     mixtral=dict(num_local_experts=8), olmoe=dict(norm_topk_prob=False),
     deepseek_v3=dict(_GROUPS, n_routed_experts=8, n_shared_experts=1, moe_layer_freq=1, topk_method='noaux_tc', scoring_func='sigmoid', attention_bias=False))

@@ -17,7 +17,7 @@ from .adapters import ROUTED, Adapter
 # %% ../nbs/07d_targets.ipynb #cell008
 KINDS = ('attention', 'linear attention', 'shared expert', 'dense')
 RELEASED = KINDS[:3]
-PROJECTIONS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'in_proj_qkv', 'in_proj_z', 'in_proj_b', 'in_proj_a', 'out_proj', 'kv_a_proj_with_mqa', 'dense')
+PROJECTIONS = ('q_proj', 'k_proj', 'v_proj', 'query_key_value', 'o_proj', 'in_proj_qkv', 'in_proj_z', 'in_proj_b', 'in_proj_a', 'out_proj', 'kv_a_proj_with_mqa', 'dense')
 
 def kind_of(
     path:str,     # of a linear layer

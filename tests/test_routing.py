@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import edge0_lab  # noqa: F401  first, for the BLAS
 import mlx.core as mx, numpy as np, pytest
 from hypothesis import given, settings, strategies as st
-from mlx_lm.models import bailing_hybrid, bailing_moe_v3, deepseek_v3, mixtral, olmoe, qwen3_5, qwen3_moe, qwen3_next
+from mlx_lm.models import bailing_hybrid, bailing_moe, bailing_moe_v3, deepseek_v3, mixtral, olmoe, qwen3_5, qwen3_moe, qwen3_next
 
 from edge0_lab import routing
 from edge0_lab.routing import (Router, agreement, exact_set, expert_loads, known_routing, nan_flag, overlap, recall, refuse_nan, sigmoid_group_topk,
@@ -119,6 +119,34 @@ def test_mixtral_chooses_by_logit(k, dtype):
     block = mixtral.MixtralSparseMoeBlock(SimpleNamespace(hidden_size=8, intermediate_size=8, num_local_experts=64, num_experts_per_tok=k))
     r = Router.from_config(dict(model_type='mixtral', num_local_experts=64, num_experts_per_tok=k))
     same(r(x), opened(block, k)(x), tied(host(x), k))
+
+
+@DTYPES
+@pytest.mark.parametrize('E,k,n_group,topk_group', [(32, 16, 1, 4), (32, 1, 1, 4), (64, 6, 1, 4), (32, 4, 8, 4)])
+@pytest.mark.parametrize('norm', [True, False])
+@pytest.mark.parametrize('score,scale,biased', [('sigmoid', 6.0, False), ('sigmoid', 1.0, True), ('softmax', 1.0, False)])
+def test_bailing_moe(score, scale, biased, norm, E, k, n_group, topk_group, dtype):
+    "Their select is compiled: run as plain operations. Equal but for a last bit where it normalises: theirs takes the best from the far end of a partition, so it sums in another order."
+    if score == 'softmax' and (n_group > 1 or dtype != mx.float32): return   # ours chooses among probabilities in the logits' dtype, theirs in float32; groups need sigmoid
+    x, bias = mx.array(draw(E)).astype(dtype), mx.array(draw(E)[0])*0.1 if biased else None
+    r = Router.from_config(dict(model_type='bailing_moe', num_experts=E, num_experts_per_tok=k, norm_topk_prob=norm, n_group=n_group, topk_group=topk_group, routed_scaling_factor=scale,
+                                score_function=score, moe_router_enable_expert_bias=biased))
+    mx.disable_compile()
+    try: theirs = bailing_moe.group_expert_select(x, bias, k, n_group, topk_group, scale, norm, score)
+    finally: mx.enable_compile()
+    ours = r(x, bias)
+    a = 1/(1 + np.exp(-host(x).astype(np.float64))) + (0 if bias is None else host(bias))
+    skip = tied(a, k)
+    if n_group > 1:
+        g = a.reshape(len(a), n_group, -1)
+        best = np.sort(g, -1)[..., -2:].sum(-1)
+        kept = np.where((best >= -np.sort(-best, -1)[:, topk_group - 1:topk_group])[..., None], g, 0).reshape(a.shape)
+        skip = tied(best, topk_group) | tied(kept, k)
+    if score == 'sigmoid' and (k == 1 or not norm): return same(ours, theirs, skip)
+    order = [mx.argsort(v[0], -1) for v in (ours, theirs)]
+    for at in (0, 1):
+        one, other = (host(mx.take_along_axis(v[at], o.astype(mx.int32), -1)).astype(np.float64)[~skip] for v, o in zip((ours, theirs), order))
+        np.testing.assert_allclose(one, other, rtol=2**-7 if dtype == mx.bfloat16 else 2**-10 if dtype == mx.float16 else 1e-6)
 
 
 @DTYPES
@@ -499,12 +527,20 @@ def test_defaults_are_mlx_lms(family, module, E, k):
     if family in ('bailing_moe_v3', 'deepseek_v3'): assert (r.n_group, r.topk_group, r.scale) == tuple(theirs[n] for n in ('n_group', 'topk_group', 'routed_scaling_factor'))
 
 
+def test_bailing_moe_default():
+    r = Router.from_config(dict(model_type='bailing_moe', num_experts=8, num_experts_per_tok=2, norm_topk_prob=True))
+    theirs = bailing_moe.ModelArgs.__dataclass_fields__
+    assert (r.kind, r.scale, r.norm) == (theirs['score_function'].default, theirs['routed_scaling_factor'].default, True)
+    assert not Router.from_config(dict(model_type='bailing_moe', num_experts=8, num_experts_per_tok=1, norm_topk_prob=True)).norm   # mlx-lm never normalises a single expert
+
+
 def test_qwen3_5_default():
     assert qwen3_5.TextModelArgs().norm_topk_prob is Router.from_config(dict(model_type='qwen3_5_moe', text_config=dict(model_type='qwen3_5_moe_text', num_experts=8, num_experts_per_tok=2))).norm is True
 
 
 @pytest.mark.parametrize('config,name', [(dict(model_type='gpt_oss'), 'model_type'), ({}, 'model_type'), (dict(model_type='qwen3_moe', num_experts=8, num_experts_per_tok=2), 'norm_topk_prob'),
                                          (dict(model_type='bailing_hybrid', score_function='softmax'), 'score_function'), (dict(model_type='deepseek_v3', topk_method='greedy'), 'topk_method'),
+                                         (dict(model_type='bailing_moe', num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, routed_scaling_factor=2.0), 'scale'),
                                          (dict(model_type='deepseek_v3', n_routed_experts=8, n_group=8, topk_group=4), 'n_group'), (dict(model_type='olmoe', num_experts=8, num_experts_per_tok=9), 'k'),
                                          (dict(model_type='bailing_moe_v3', norm_topk_prob=False), 'norm_topk_prob')])
 def test_a_config_that_cannot_be_is_refused(config, name):
