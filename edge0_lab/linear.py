@@ -6,6 +6,8 @@
 __all__ = ['qlinear_ref', 'qlinear_ops', 'Linear', 'plan_linear', 'qlinear_fast', 'qlinear_kernel', 'qlinear']
 
 # %% ../nbs/02f_linear.ipynb #cell002
+import functools
+
 import edge0_lab, numpy as np
 import mlx.core as mx
 
@@ -43,24 +45,44 @@ class Linear:
     ):
         from edge0_lab.pool import address, huge_pages, pool
         from edge0_lab.rows import choose_form, supported
-        from edge0_lab.tasks import ONE_X, ONE_Y, one_job, plan_rows, run_linear
+        from edge0_lab.tasks import ONE_X, ONE_Y, plan_rows, run_linear
         if not isinstance(q, QTensor) or len(q.shape) != 2: _refuse('q', getattr(q, 'shape', type(q).__name__), 'a QTensor (rows, cols)')
         if not supported(q.bits, q.group_size): _refuse('q', f'{q.bits} bits', '2, 4 or 8 bits')
         self.held, layout = [np.ascontiguousarray(host(a)) for a in q.arrays], _layout(q)
         for a in self.held: huge_pages(a)
         self.run, self.form = run_linear, choose_form(form, [layout])
-        self.plan, self.job = plan_rows(self.form, layout, tuple(a.ctypes.data for a in self.held), *q.shape), None
-        self.tools = pool, address, one_job, ONE_X, ONE_Y
+        self.plan, self.tools = plan_rows(self.form, layout, tuple(map(address, self.held)), *q.shape), (pool, address, ONE_X, ONE_Y)
+
+    @functools.cached_property
+    def job(self):
+        "The job of one row, of which only two addresses change: its words, its place; where the answer lies by default, and its address."
+        from edge0_lab.tasks import one_job
+        words, y = one_job(self.plan)
+        address = self.tools[1]
+        return memoryview(words[0]), address(words), memoryview(y), address(y)
 
     def one(self, x, out):
-        "One row, through a job of which only two addresses change."
-        pool, address, one_job, at_x, at_y = self.tools
+        "One row of NumPy's."
+        pool, address, at_x, at_y = self.tools
         p = pool()
         with p.lock:
-            if self.job is None: self.job = one_job(self.plan)
-            self.job[0, at_x], self.job[0, at_y] = address(x), address(out)
-            p.run_list(self.job)
+            words, place, _, _ = self.job
+            words[at_x], words[at_y] = address(x), address(out)
+            p.run_at(place, 1)
         return out
+
+    def answer(self, x):
+        "y for one float32 row of MLX's, with one look at its buffer and no array between; None for any other x."
+        if type(x) is not mx.array: return None
+        row = memoryview(x)              # evaluates x
+        if row.format != 'f' or row.shape != (1, self.plan.cols) or not row.c_contiguous: return None
+        pool, address, at_x, at_y = self.tools
+        p = pool()
+        with p.lock:
+            words, place, y, at = self.job
+            words[at_x], words[at_y] = address(row), at
+            p.run_at(place, 1)
+            return mx.array(y)           # a copy, before the next call writes there
 
 def plan_linear(
     q:QTensor, # (rows, cols), 2, 4 or 8 bits
@@ -91,13 +113,6 @@ def qlinear_kernel(
     else: y = np.array(mx.array(flat) @ dequantize(q.map(_to_mlx), mx.float32).T)
     return _like(y.reshape(*x.shape[:-1], q.shape[0]), x)
 
-def _one_row(x, q):
-    "The kernel's answer to one float32 row of MLX's, for weights that were met before; None for anything else, which is checked and converted."
-    held = q.__dict__.get('linear') if type(q) is QTensor else None
-    if held is None or type(x) is not mx.array or x.dtype != mx.float32 or x.shape != (1, held.plan.cols): return None
-    h = np.array(x, copy=False)
-    return mx.array(held.one(h, np.empty((1, held.plan.rows), np.float32))) if h.flags.c_contiguous else None
-
 def qlinear(
     x,         # (..., cols)
     q:QTensor, # (rows, cols)
@@ -106,7 +121,8 @@ def qlinear(
     "x times the transpose of q."
     kernel = resolve_kernel(kernel)
     if kernel == 'kernel':
-        y = _one_row(x, q)
+        held = q.__dict__.get('linear') if type(q) is QTensor else None
+        y = None if held is None else held.answer(x) # weights that were met before, one row
         return qlinear_kernel(x, q) if y is None else y
     if kernel == 'ref': return _like(qlinear_ref(x, q), x)
     y = qlinear_ops(x, q)

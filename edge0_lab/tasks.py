@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TOKENS', 'TILE', 'WIDE', 'NARROW', 'ROWS_IN', 'ROWS_OUT', 'LINEAR', 'EXPERT', 'SEGMENT', 'ExpertPlan', 'LinearPlan',
            'ONE_X', 'ONE_Y', 'emit_linear', 'emit_expert', 'linear_code', 'expert_code', 'segments', 'plan_experts',
-           'plan_rows', 'run_expert', 'run_linear', 'linear_job', 'one_job']
+           'plan_rows', 'run_expert', 'run_linear', 'linear_job', 'shared', 'one_job']
 
 # %% ../nbs/02d_tasks.ipynb #cell002
 import functools
@@ -291,11 +291,14 @@ def linear_job(
 
 ONE_X, ONE_Y = (8 + LINEAR.index(n) for n in 'xy') # columns of a record
 
+@functools.cache
+def shared(name, n):
+    "n bytes for whoever holds the lock of `pool()`; from call to call they stay in the cache."
+    return aligned(n)
+
 def one_job(
     plan, # LinearPlan
-):        # (1, 64) int64 for `Pool.run_list`, with memory of its own; columns ONE_X and ONE_Y are for addresses
+):        # (1, 64) int64 for `Pool.run_list`, and (1, rows) f32, shared, where y goes unless column ONE_Y says otherwise; ONE_X is for x's address
     "One token through a linear layer, all but its addresses written once."
-    memory = aligned(RECORD + 64 + plan.xbytes)
-    records, sync = memory[:RECORD].view(np.int64).reshape(1, -1), address(memory) + RECORD
-    records[:] = job_list([linear_job(plan, 0, 0, sync + 64, sync)])
-    return records
+    y = shared('y', 4*plan.rows).view(np.float32).reshape(1, -1)
+    return job_list([linear_job(plan, 0, address(y), address(shared('x', plan.xbytes)), address(shared('sync', 64)))]), y

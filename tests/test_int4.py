@@ -163,6 +163,26 @@ def test_a_later_write_is_seen():
     assert relative_l2(after, before) > 0.1
 
 
+def test_one_row_answers_are_their_own():
+    "All layers answer a row in the same memory: each answer is a copy, from any thread, lazy or strided or broadcast x included."
+    rng = np.random.default_rng(0)
+    layers = [quantize(mx.array(rng.standard_normal((40, 128)).astype(np.float32))) for _ in range(3)]
+    rows = [mx.array(rng.standard_normal((1, 128)).astype(np.float32)) for _ in range(3)]
+    want = [[np.array(qlinear_kernel(x, q)) for x in rows] for q in layers]
+    seen, wrong = [qlinear(x, q, 'kernel') for q in layers for x in rows], []
+    for got, w in zip(seen, (w for some in want for w in some)): np.testing.assert_array_equal(np.array(got), w)
+    def work(i):
+        for n in range(300):
+            q, j = (i + n) % 3, n % 3
+            if not np.array_equal(np.array(qlinear(rows[j], layers[q], 'kernel')), want[q][j]): wrong.append((i, n))
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for t in threads: t.start()
+    for t in threads: t.join(60)
+    assert not wrong and not any(t.is_alive() for t in threads)
+    for x in (rows[0] + 1, mx.repeat(rows[0], 2, 1)[:, ::2], mx.broadcast_to(mx.array([[1.5]]), (1, 128)), mx.full((1, 128), float('nan'))):
+        np.testing.assert_array_equal(np.array(qlinear(x, layers[0], 'kernel')), qlinear_kernel(np.array(x), layers[0]))
+
+
 def test_several_threads_at_once():
     stack, (x, slots) = make_stack(4, 256, 128), inputs(8, 256, 2, 4)
     want, got = expert_glu_kernel(x, stack, slots), [None]*4
