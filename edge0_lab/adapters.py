@@ -63,7 +63,7 @@ def write_lora(
     if np.dtype(dtype) not in (np.float16, np.float32): _refuse('dtype', dtype, 'np.float16, np.float32')
     about = dict(model=str(adapter.about.get('model', '')), kind=str(adapter.about.get('kind', 'lora')), r=str(adapter.r), alpha=f'{adapter.alpha:.17g}')
     about |= {k: str(v) for k, v in adapter.about.items() if k not in about}
-    arrays = {f'{target}.lora_{n}': a.astype(dtype) for target, pair in adapter.parts.items() for n, a in zip('AB', pair)}
+    with np.errstate(over='ignore'): arrays = {f'{target}.lora_{n}': a.astype(dtype) for target, pair in adapter.parts.items() for n, a in zip('AB', pair)}   # refused below, by name
     for name, a in arrays.items():
         if not np.isfinite(a).all(): _refuse(name, f'beyond the range of {np.dtype(dtype)}', f'at most {np.finfo(dtype).max:g}')
     return write_arrays(path, arrays, about, metadata)
