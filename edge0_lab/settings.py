@@ -8,7 +8,7 @@ __all__ = ['LAB_TYPES', 'LAB_ALLOWED', 'COLORS', 'DASHES', 'SCALE', 'DIVERGING',
 
 # %% ../nbs/00_settings.ipynb #cell002
 import configparser, os
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
 
@@ -30,12 +30,13 @@ def data_path(
     return (Path(root) if root else _shipped('data')).joinpath(*parts)
 
 # %% ../nbs/00_settings.ipynb #cell008
+def _cache_root(): return Path(os.environ.get('EDGE0_LAB_CACHE') or Path.home()/'.cache'/'edge0_lab')
+
 def cache_path(
     *parts:str, # components below the cache folder
 )->Path:        # made if missing
     "Folder for what is big and can be made again (downloads, synthetic checkpoints, training state): EDGE0_LAB_CACHE, else the user's cache."
-    root = os.environ.get('EDGE0_LAB_CACHE') or Path.home()/'.cache'/'edge0_lab'
-    path = Path(root).joinpath(*parts)
+    path = _cache_root().joinpath(*parts)
     path.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -45,7 +46,7 @@ class Tier:
     "What serving needs and config.json does not say; one section of settings.ini."
     name:str            # section name
     description:str     # one line
-    checkpoint:Path     # directory of the release
+    checkpoint:Path     # directory of the release; in the file, `cache:` before it means below the cache folder
     k:int               # experts per token as served
     owners:tuple        # layers that own a head
     consumers:tuple     # layers routed by a prediction
@@ -56,6 +57,8 @@ class Tier:
     cache_slots:int     # bundles in the shared cache
     served_k:tuple = () # values of k that heads are shipped for
     checkpoint_env:str = '' # variable that overrides `checkpoint`
+    chat:bool = False   # a prompt is a message: the checkpoint's chat template goes around it
+    made_by:str = ''    # command that makes the checkpoint, where nobody ships it
 
 # %% ../nbs/00_settings.ipynb #cell012
 _MOST = 10_000 # numbers of a range
@@ -68,11 +71,15 @@ def _ints(text):
         return tuple(range(a, b + 1))
     return tuple(int(p) for p in text.split(',') if p.strip())
 
+def _bool(text):
+    if text not in ('yes', 'no'): raise ValueError('neither')
+    return text == 'yes'
+
 def _path(text):
     if not text or '\0' in text: raise ValueError('no path')
     return Path(text)
 
-_read = {int: (int, 'a whole number'), float: (float, 'a number'), str: (str, 'text'), Path: (_path, 'a path'),
+_read = {int: (int, 'a whole number'), float: (float, 'a number'), str: (str, 'text'), bool: (_bool, 'yes or no'), Path: (_path, 'a path'),
          tuple: (_ints, f'whole numbers, "a..b" with a <= b and at most {_MOST} of them, or "a, b, c"')}
 
 def _typed(section, key, text, kind):
@@ -116,19 +123,21 @@ def _sections(path=None):
     return parser
 
 # %% ../nbs/00_settings.ipynb #cell016
+def _placed(text): return _cache_root()/text.removeprefix('cache:') if text.startswith('cache:') else data_path(text)
+
 def tiers(
     path:str|Path|None=None, # another settings.ini; default EDGE0_LAB_SETTINGS, else the shipped one
 )->dict:                     # name -> Tier, in file order
     "Every tier in settings.ini, checked."
     kinds, out = {f.name: f.type for f in fields(Tier) if f.name != 'name'}, {}
-    needed = [f.name for f in fields(Tier) if f.name not in ('name', 'served_k', 'checkpoint_env')]
+    needed = [f.name for f in fields(Tier) if f.name != 'name' and f.default is MISSING]
     parser = _sections(path)
     for s in parser.sections():
         if s == 'lab': continue
         _known(s, parser[s], kinds, needed)
         v = {key: _typed(s, key, text, kinds[key]) for key, text in parser[s].items()}
         override = os.environ.get(v.get('checkpoint_env') or '')
-        v['checkpoint'] = Path(override) if override else data_path(v['checkpoint'])
+        v['checkpoint'] = Path(override) if override else _placed(str(v['checkpoint']))
         name = s.removeprefix('tier ').strip()
         if not name or name in out: raise ValueError(f'settings [{s}]: {f"tier {name!r} a second time" if name else "no name"}; allowed: [tier NAME], each name once')
         out[name] = _possible(Tier(name=name, **v))
