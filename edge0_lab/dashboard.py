@@ -96,7 +96,7 @@ def _work(self:Dashboard):
         self.say('reading the prompt')
         yield
         text = ''
-        with lab.stream(values['prompt'], n, run) as stream:
+        with lab.stream(lab.message(values['prompt']), n, run) as stream:
             for piece in stream:
                 text += piece
                 self.progress.value = piece.index + 1

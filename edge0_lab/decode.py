@@ -76,7 +76,7 @@ def open(cls:Lab,
     known = tiers()
     if isinstance(name, str) and name in known:
         t = known[name]
-        if not t.checkpoint.is_dir(): raise FileNotFoundError(f'tier {name}: no checkpoint at {t.checkpoint}; put it there, or set {t.checkpoint_env or "checkpoint in settings.ini"} to its directory')
+        if not t.checkpoint.is_dir(): raise FileNotFoundError(f'tier {name}: no checkpoint at {t.checkpoint}; {t.made_by + " makes it" if t.made_by else "put it there"}, or set {t.checkpoint_env or "checkpoint in settings.ini"} to its directory')
         return cls(_opened(t.checkpoint, dtype, kernel, trust_remote_code), t)
     path = Path(name)
     if not path.is_dir(): raise ValueError(f'name: {str(name)!r}; allowed: a tier ({", ".join(known)}) or a directory with a checkpoint')
@@ -125,6 +125,14 @@ def encode(self:Lab,
         if isinstance(t, bool) or not isinstance(t, (int, np.integer)) or not 0 <= t < self.vocab: raise ValueError(f'prompt: token {t!r} at {i}; allowed: 0 to {self.vocab - 1}')
     if self.context and len(tokens) > self.context: raise ValueError(f'prompt: {len(tokens)} tokens; allowed: at most {self.context}, the context of this model')
     return [int(t) for t in tokens]
+
+@patch
+def message(self:Lab,
+    text:str, # what is said to the model
+):            # a prompt: tokens of the whole turn, or the text itself where the tier does not chat
+    "A prompt as the tier wants it: a chat tier's template goes around the text."
+    if not (self.tier and self.tier.chat): return text
+    return list(self.tokenizer.apply_chat_template([dict(role='user', content=text)], add_generation_prompt=True))
 
 @patch
 def can_decode(self:Lab)->bool:
