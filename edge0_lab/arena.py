@@ -39,7 +39,7 @@ def on_a_line(
     dtype,           # MLX dtype
     view=shared_view,# how an array's memory is had
 )->mx.array:         # zeros, evaluated
-    "Memory that begins on a cache line: MLX's own begins 24 bytes into one, where a copy by the system and every vector load cross two lines."
+    "Memory that begins on a cache line: MLX's own begins 24 bytes into one, where vector loads cross lines: every one of AVX-512, every second of AVX2."
     n = math.prod(shape)
     raw = mx.zeros(n + _LINE//dtype.size, dtype)
     mx.eval(raw)
