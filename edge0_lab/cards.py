@@ -13,7 +13,7 @@ from .rowfiles import weights_mark
 from .settings import data_path, tier as _tier
 from .writer import write_text
 
-# %% ../nbs/11b_cards.ipynb #cell005
+# %% ../nbs/11b_cards.ipynb #cell006
 def card_of(
     file:Path, # a head or adapter file, its log beside it
 )->dict:       # what is on the card: name -> text
@@ -41,14 +41,15 @@ def card_of(
         card |= dict(evaluation=f'{q["command"]}: {len(q["domains"])} held-out windows of {q["windows"]["T"]} tokens (seed {q["windows"]["seed"]}), free text from the first {q["free"]["prompt"]} tokens of {len(q["free"]["teacher"]["again"])} of them, {q["free"]["length"]} tokens at temperature 1; questions: edge0_lab.tiny_corpus.task_items, six solved ones before each')
     return card
 
-# %% ../nbs/11b_cards.ipynb #cell007
+# %% ../nbs/11b_cards.ipynb #cell008
 NEEDED = ('file', 'phase', 'served_with', 'command', 'base', 'tokeniser', 'data', 'cleaning', 'rows', 'schedule', 'seed')
 
 def card_text(
     file:Path, # a head or adapter file
 )->str:        # Markdown
     "One card as text."
-    card = card_of(file)
+    try: card = card_of(file)
+    except KeyError as e: raise ValueError(f'{Path(file).name}: its log lacks {e.args[0]}; allowed: a complete card') from None
     lack = [n for n in NEEDED if not card.get(n)]
     if lack: raise ValueError(f'{Path(file).name}: its log lacks {", ".join(lack)}; allowed: a complete card')
     return f'### {Path(file).name}\n\n' + ''.join(f'- **{n.replace("_", " ")}**: {v}\n' for n, v in card.items())
