@@ -221,7 +221,7 @@ def run_fit(
     at = [(statistics.median(c for c, _ in p), statistics.median(m for _, m in p)) for p in points.values()]
     return dict(points=at, **fit_cost(*zip(*at)))
 
-# %% ../../nbs/13b_bench_io.ipynb #cell017
+# %% ../../nbs/13b_bench_io.ipynb #cell016
 def run_aged(
     path:str|Path, # checkpoint with stacked experts that was not read lately
     rounds:int,    # turns of each way
