@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'generate', 'trace_run', 'train_prerouter', 'make_rows', 'train_adapter', 'train_on_policy',
-           'measure_quality', 'repack_files', 'synth_files', 'bench_disk', 'bench_modes', 'bench_resident',
-           'bench_full', 'bench_thread', 'bench_prerouter', 'sweep_grid', 'train_teacher', 'look_through', 'lab_page',
-           'self_test', 'find_command', 'main']
+           'measure_quality', 'carve_smol', 'repack_files', 'synth_files', 'bench_disk', 'bench_modes',
+           'bench_resident', 'bench_full', 'bench_thread', 'bench_prerouter', 'sweep_grid', 'train_teacher',
+           'look_through', 'lab_page', 'self_test', 'find_command', 'main']
 
 # %% ../nbs/19_cli.ipynb #cell002
 import importlib, json, signal, sys
@@ -28,12 +28,13 @@ def generate(
     seed:int=0,             # of the sampler
     trace:str=None,         # file to save the trace to
     quiet:bool=False,       # text only, no report
+    raw:bool=False,         # continue the text itself where the tier would answer it as a message
 ):
-    "Continue a prompt, experts from disk; the report names path, residency, cache and drops before any speed."
+    "Continue a prompt, or answer it where the tier chats, experts from disk; the report names path, residency, cache and drops before any speed."
     from edge0_lab.decode import Lab, RunConfig
     asked = dict(decode=decode, prefill=prefill, k=k, prerouter=prerouter, cache_slots=cache_slots, kernel=kernel, temperature=temperature, seed=seed, trace=bool(trace) or not quiet)
     run = RunConfig(**{n: v for n, v in asked.items() if v is not None})
-    with Lab.open(tier) as lab, lab.stream(prompt, max_tokens, run) as pieces:
+    with Lab.open(tier) as lab, lab.stream(prompt if raw else lab.message(prompt), max_tokens, run) as pieces:
         for piece in pieces: print(piece, end='', flush=True)
         print()
         if not quiet: print(pieces.out.report(), file=sys.stderr)
@@ -138,6 +139,14 @@ def measure_quality(
     for r in recovery_rows([said]): print(json.dumps({n: round(v, 4) if isinstance(v, float) else v for n, v in r.items()}))
 
 # %% ../nbs/19_cli.ipynb #cell008
+def carve_smol(
+    tune:bool=False, # also tune the carved model, and the dense one as a control, end to end, and serve the tuned one
+    folder:str=None, # where everything goes; default the cache folder
+):
+    "SmolLM2-135M: download, check, convert, carve into experts, 4 bits: the tier smol. Resumes."
+    from edge0_lab.smol import carve_tier
+    carve_tier(folder, tune)
+
 def repack_files(
     dir:str, # checkpoint to read
     out:str, # directory to write, or to go on with
@@ -304,9 +313,10 @@ COMMANDS = {
     'trace': 'cli:trace_run',
     'repack': 'cli:repack_files',
     'synth': 'cli:synth_files',
+    'carve': {'smol': 'cli:carve_smol'},
     'train': {'tiny': 'cli:train_teacher', 'heads': 'cli:train_prerouter', 'rows': 'cli:make_rows', 'sft': 'cli:train_adapter', 'opd': 'cli:train_on_policy'},
     'quality': 'cli:measure_quality',
-    'bench': {'kernels': 'bench.kernels:bench_kernels', 'io': 'cli:bench_disk', 'fill': 'cli:bench_modes', 'heads': 'cli:bench_prerouter', 'models': 'cli:bench_resident', 'decode': 'cli:bench_full', 'floor': 'cli:bench_thread', 'peers': 'bench.peers:bench_peers', 'paper': 'bench.paper:bench_paper', 'lora': 'bench.lora:bench_lora', 'merge': 'bench.merge:bench_merge', 'ladder': 'bench.ladder:bench_ladder', 'drift': 'bench.drift:bench_drift', 'hide': 'bench.hide:bench_hide', 'soak': 'bench.soak:bench_soak', 'steptime': 'bench.steptime:bench_steptime', 'redraw': 'redraw:bench_redraw'},
+    'bench': {'kernels': 'bench.kernels:bench_kernels', 'io': 'cli:bench_disk', 'fill': 'cli:bench_modes', 'heads': 'cli:bench_prerouter', 'models': 'cli:bench_resident', 'decode': 'cli:bench_full', 'floor': 'cli:bench_thread', 'peers': 'bench.peers:bench_peers', 'paper': 'bench.paper:bench_paper', 'lora': 'bench.lora:bench_lora', 'merge': 'bench.merge:bench_merge', 'ladder': 'bench.ladder:bench_ladder', 'drift': 'bench.drift:bench_drift', 'hide': 'bench.hide:bench_hide', 'soak': 'bench.soak:bench_soak', 'steptime': 'bench.steptime:bench_steptime', 'redraw': 'redraw:bench_redraw', 'smol': 'smol_bench:bench_smol'},
     'replay': 'replay:replay_command',
     'forecast': 'forecast:forecast_command',
     'sweep': 'cli:sweep_grid',

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['FAST', 'JOBS', 'norm_row', 'rotate_row', 'append_row', 'attend_row', 'softmax_rows', 'one_row', 'RowAttention',
-           'RowPlain', 'RowLatent', 'Picked', 'pick_row', 'logits_row', 'block_row', 'RowNorm', 'make_onerow']
+           'RowPlain', 'RowFused', 'RowLatent', 'Picked', 'pick_row', 'logits_row', 'block_row', 'RowNorm',
+           'make_onerow']
 
 # %% ../nbs/08c_onerow.ipynb #cell002
 import edge0_lab
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.bailing_moe import BailingMoeAttention, BailingMoeDecoderLayer
 from mlx_lm.models.bailing_moe_v3 import BailingDecoderLayer, BailingMLA
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.mla import MultiLinear
@@ -134,6 +136,23 @@ class RowPlain(JoinedInputs, Attention):
         return _plain_prompt(self, x, cache) if _causal(x, mask, cache) else super().__call__(x, mask, cache)
 
 # %% ../nbs/08c_onerow.ipynb #cell020
+class RowFused(BailingMoeAttention):
+    "Full attention whose three inputs are one product; one token goes through rows."
+    products = 'query_key_value', 'dense'
+    fusible = RowAttention.fusible
+    def row(self, h, cache):
+        "(1, D) float32 rows."
+        Hq, Hk, at = self.num_attention_heads, self.num_key_value_heads, cache.offset
+        q, k, v = np.split(self.query_key_value.fast(h).reshape(Hq + 2*Hk, -1), (Hq, Hq + Hk))
+        if self.use_qk_norm: q, k = norm_row(self.query_layernorm, q), norm_row(self.key_layernorm, k)
+        K, V = append_row(cache, rotate_row(k, self.rope, at), v)
+        return self.dense.fast(attend_row(rotate_row(q, self.rope, at)*np.float32(self.scale), K, V).reshape(1, -1))
+
+    def __call__(self, x, mask=None, cache=None):
+        if not self.fusible(x, mask, cache): return super().__call__(x, mask, cache)
+        return mx.array(self.row(rows_of(x, x.shape[-1]), cache)[None])
+
+# %% ../nbs/08c_onerow.ipynb #cell022
 def _heads(m, x): return np.matmul(host(m['weight']), x[:, :, None])[:, :, 0] # (H, in) -> (H, out)
 
 class RowLatent(BailingMLA):
@@ -160,7 +179,7 @@ class RowLatent(BailingMLA):
 
 _LATENT = 'q_proj', 'q_a_proj', 'q_b_proj', 'kv_a_proj_with_mqa', 'g_proj', 'dense'
 
-# %% ../nbs/08c_onerow.ipynb #cell022
+# %% ../nbs/08c_onerow.ipynb #cell024
 def _causal(x, mask, cache): return isinstance(mask, str) and mask == 'causal' and len(x) == 1 and x.dtype == mx.float32 and type(cache) is KVCache
 
 def _prompt(m, x, q, cache):
@@ -177,7 +196,7 @@ def _gated_prompt(m, x, cache):
     q, gate = mx.split(m.q_proj(x).reshape(*x.shape[:2], m.shape[0], -1), 2, axis=-1)
     return m.o_proj(_prompt(m, x, q, cache)*mx.sigmoid(gate.reshape(*x.shape[:2], -1)))
 
-# %% ../nbs/08c_onerow.ipynb #cell024
+# %% ../nbs/08c_onerow.ipynb #cell026
 class Picked(NamedTuple):
     "A choice as MLX arrays, and what the host knows of it."
     ids:mx.array; w:mx.array
@@ -206,6 +225,7 @@ def logits_row(
     "What the layer's gate says, without a graph where the gate is a plain matrix."
     gate = block.get('gate')
     if gate is None: return rows_of(block.logits(x), block.router.E)
+    gate = gate.get('gate_proj', gate)
     if layer_class(gate) in FAST: return gate.fast(h)
     plain = set(gate) <= {'weight', 'expert_bias', 'e_score_correction_bias'} and gate.weight.dtype == mx.float32
     return h @ host(gate.weight).T if plain else rows_of(block.logits(x), block.router.E)
@@ -228,7 +248,7 @@ def block_row(
     shared = block.shared(block, x)
     return y if shared is None else y + rows_of(shared, h.shape[1])
 
-# %% ../nbs/08c_onerow.ipynb #cell026
+# %% ../nbs/08c_onerow.ipynb #cell028
 _ATTENTION = 'linear_attn', 'self_attn', 'attention'
 
 class _RowLayer:
@@ -256,7 +276,7 @@ class RowNorm(nn.RMSNorm):
 @functools.cache
 def _row_layer(cls): return type(f'Row{cls.__name__}', (_RowLayer, cls), {})
 
-_LAYERS = DecoderLayer, Qwen3NextDecoderLayer, BailingDecoderLayer, Qwen3MoeDecoderLayer
+_LAYERS = DecoderLayer, Qwen3NextDecoderLayer, BailingDecoderLayer, BailingMoeDecoderLayer, Qwen3MoeDecoderLayer
 
 _FULL = {Qwen3NextAttention: RowAttention, Attention: RowPlain}
 JOBS = RowAttention, RowPlain # attention that a layer can run as a list of jobs
@@ -271,6 +291,7 @@ def make_onerow(
             m.__class__ = _FULL[type(m)]
             m.join_inputs()
         elif type(m) is BailingMLA: m.__class__ = RowLatent
+        elif type(m) is BailingMoeAttention: m.__class__ = RowFused
         elif type(m) in _LAYERS:
             m.__class__ = _row_layer(type(m))
             m.__dict__['carried'] = carried

