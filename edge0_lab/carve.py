@@ -8,7 +8,6 @@ __all__ = ['activations', 'contributions', 'token_weights', 'relative_error', 'b
 
 # %% ../nbs/17a_carve.ipynb #cell003
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 # %% ../nbs/17a_carve.ipynb #cell008
 def activations(
@@ -53,6 +52,7 @@ def balanced_clusters(
     seed:int=0,   # of the first centres
 )->np.ndarray:    # (n,) cluster of each
     "k-means by correlation in which every cluster has the same size."
+    from scipy.optimize import linear_sum_assignment                                # here: only carving needs SciPy
     if len(z) % E: raise ValueError(f'E: {E} clusters of {len(z)} neurons are not of one size; allowed: a divisor of {len(z)}')
     z = z - z.mean(1, keepdims=True)
     z = z/(np.linalg.norm(z, axis=1, keepdims=True) + 1e-12)
