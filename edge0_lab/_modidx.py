@@ -192,6 +192,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'edge0_lab/bench/kernels.py'),
                                          'edge0_lab.bench.kernels._line': ('bench_kernels.html#_line', 'edge0_lab/bench/kernels.py'),
                                          'edge0_lab.bench.kernels._median': ('bench_kernels.html#_median', 'edge0_lab/bench/kernels.py'),
+                                         'edge0_lab.bench.kernels._medians': ('bench_kernels.html#_medians', 'edge0_lab/bench/kernels.py'),
                                          'edge0_lab.bench.kernels._prefill_line': ( 'bench_kernels.html#_prefill_line',
                                                                                     'edge0_lab/bench/kernels.py'),
                                          'edge0_lab.bench.kernels._random': ('bench_kernels.html#_random', 'edge0_lab/bench/kernels.py'),

@@ -98,11 +98,13 @@ def _median(f, n):
     return float(np.median(times))
 
 def _alternate(arms, rounds, counts):
-    "Arms in turn, `rounds` times: median over rounds of each arm's median."
+    "Arms in turn, `rounds` times, each with weights that the one before it did not touch: each arm's median seconds in each round."
     seen = {name: [] for name in arms}
     for r in range(rounds):
-        for name, f in arms.items(): seen[name].append(_median(lambda i: f(r*counts[name] + i), counts[name]))
-    return {name: float(np.median(v)) for name, v in seen.items()}
+        for a, (name, f) in enumerate(arms.items()): seen[name].append(_median(lambda i: f((r*len(arms) + a)*counts[name] + i), counts[name]))
+    return {name: np.array(v) for name, v in seen.items()}
+
+def _medians(took): return {name: float(np.median(v)) for name, v in took.items()}
 
 # %% ../../nbs/13a_bench_kernels.ipynb #cell012
 def bench_expert(
@@ -127,16 +129,17 @@ def bench_expert(
     error = {'mlx f32': relative_l2(expert_glu_ops(xm, fs, mx.array(pick(0))), want), 'mlx bf16': relative_l2(expert_glu_ops(xb, stack, mx.array(pick(0))), expert_glu_ref(xb, stack, pick(0))),
              **{f'kernel {n}': relative_l2(expert_glu_fast(x, stack, pick(0), out, f), want) for n, f in forms.items()},
              'expert_glu': relative_l2(expert_glu(xm, stack, pick(0), kernel='kernel'), want), 'kernel bf16 x': relative_l2(expert_glu(xb, stack, pick(0), kernel='kernel'), expert_glu_ref(xb, stack, pick(0)))}
-    calls = max(8, S//k//rounds)
+    calls = max(16, S//k//rounds)
     took = _alternate(arms, rounds, {n: 1 if n in ('mlx bf16', 'bandwidth') else 2 if n == 'mlx f32' else calls for n in arms})
-    return _row(dict(what='expert_glu', D=D, F=stack.F, k=k), took | dict(oracle=oracle), error, stack.nbytes/S*k, rates)
+    return _row(dict(what='expert_glu', D=D, F=stack.F, k=k), took | dict(oracle=np.full(rounds, oracle)), error, stack.nbytes/S*k, rates)
 
 def _row(what, took, error, nbytes, rates):
-    "Times in ms, GB/s of weights, and the share of the read bandwidth of the same turns."
+    "Times in ms, GB/s of weights, and the share of the read bandwidth: taken round by round, for a neighbour's noise comes and goes; all medians."
+    shares = {n: float(np.median(nbytes/t/1e9/np.array(rates))) for n, t in took.items()}
+    took = {n: t for n, t in _medians(took).items() if n != 'bandwidth'}
     rate, best = float(np.median(rates)), took[what['what']]  # the public call, checks and all
-    took = {n: t for n, t in took.items() if n != 'bandwidth'}
     return dict(**what, bytes=int(nbytes), read_gb_s=round(rate, 2), ms={n: round(t*1e3, 4) for n, t in took.items()},
-                gb_s={n: round(nbytes/t/1e9, 2) for n, t in took.items()}, share={n: round(nbytes/t/1e9/rate, 3) for n, t in took.items()},
+                gb_s={n: round(nbytes/t/1e9, 2) for n, t in took.items()}, share={n: round(shares[n], 3) for n in took},
                 times_mlx_f32=round(took['mlx f32']/best, 1), relative_l2={n: float(f'{e:.2e}') for n, e in error.items()})
 
 # %% ../../nbs/13a_bench_kernels.ipynb #cell014
@@ -158,8 +161,10 @@ def bench_linear(
             'qlinear': lambda i: qlinear(xm, layers[i % n], 'kernel'), 'bandwidth': lambda i: rates.append(bandwidth.run())}
     error = {'mlx f32': relative_l2(qlinear_ops(xm, full[0]), want), 'mlx bf16': relative_l2(qlinear_ops(xb, layers[0]), qlinear_ref(xb, layers[0])),
              'qlinear': relative_l2(qlinear(xm, layers[0], 'kernel'), want), **{f'kernel {kind}': relative_l2(qlinear_fast(x, p[0], out), want) for kind, p in plans.items()}}
-    for q in layers: q.linear
-    took = _alternate(arms, rounds, {a: 1 if a == 'bandwidth' else 2 if 'mlx' in a else max(8, n//rounds) for a in arms})
+    for i in range(n):
+        for a, f in arms.items():
+            if a == 'qlinear' or 'kernel' in a: f(i) # a layer's first call makes its job
+    took = _alternate(arms, rounds, {a: 1 if a == 'bandwidth' else 2 if 'mlx' in a else max(16, n//rounds) for a in arms})
     return _row(dict(what='qlinear', rows=rows, cols=cols), took, error, layers[0].nbytes, rates)
 
 # %% ../../nbs/13a_bench_kernels.ipynb #cell015
@@ -174,7 +179,7 @@ def bench_prefill(
     rows, ids = mx.array(x[order//k]), mx.array(slots.reshape(-1)[order][:, None])
     arms = {f'kernel {n}': lambda i, f=stack.plan_for(n): expert_glu_fast(x, stack, slots, out, f) for n in ('int16', 'f32')}
     for f in arms.values(): f(0)
-    took = _alternate(arms, rounds, dict.fromkeys(arms, 2))
+    took = _medians(_alternate(arms, rounds, dict.fromkeys(arms, 2)))
     if not slow: took['tile'] = _median(lambda i: expert_glu_tile(x, stack, slots), 1)
     else: took['mlx f32'] = _median(lambda i: mx.eval(expert_glu_ops(rows, fs, ids)), 1)
     error = relative_l2(expert_glu_fast(x, stack, slots, out)[:1], expert_glu_ref(x[:1], stack, slots[:1]))
@@ -195,11 +200,15 @@ def first_call(
     return dict(D=D, F=F, k=k, **{n: dict(zip(('import_s', 'first_call_s'), (round(float(v), 2) for v in p.stdout.split())), notice=p.stderr.strip()) for n, p in zip(('cold', 'warm'), got)})
 
 # %% ../../nbs/13a_bench_kernels.ipynb #cell019
-def both_blas():
-    "`blas_report` of this process, and of one that leaves the wheel's own BLAS in place."
+def both_blas(
+    turns:int=7, # processes of each kind
+):               # {'blas': report, 'stock_blas': report, 'blas_times': one ratio of GFLOP/s per turn, sorted}
+    "`blas_report` of fresh processes in turn, as `import edge0_lab` leaves them and with the wheel's own BLAS; rates are medians over turns."
     ask = 'import edge0_lab, json; from edge0_lab.blas import blas_report; print(json.dumps(blas_report()))'
-    stock = subprocess.run([sys.executable, '-c', ask], env=os.environ | dict(EDGE0_BLAS='off'), capture_output=True, text=True, check=True).stdout
-    return dict(blas=edge0_lab.blas.blas_report(), stock_blas=json.loads(stock.splitlines()[-1]))
+    def one(**env): return json.loads(subprocess.run([sys.executable, '-c', ask], env=os.environ | env, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    ours, stock = zip(*((one(), one(EDGE0_BLAS='off')) for _ in range(turns)))
+    middle = lambda reports: reports[0] | {n: round(float(np.median([r[n] for r in reports])), 1) for n in ('gflops', 'gflops_core')}
+    return dict(blas=middle(ours), stock_blas=middle(stock), blas_times=sorted(round(a['gflops']/b['gflops'], 1) for a, b in zip(ours, stock)))
 
 # %% ../../nbs/13a_bench_kernels.ipynb #cell021
 def _line(r):
@@ -218,8 +227,10 @@ def kernel_table(
 ):               # str
     "The report as text."
     first = report['first_call']
+    blas, stock, times = (report['machine'][n] for n in ('blas', 'stock_blas', 'blas_times'))
     return '\n'.join([HEAD] + [(_prefill_line if r['what'] == 'prefill' else _line)(r) for r in report['rows'] + report['crossover']] +
-                     [f'first call in a fresh process, {first["D"]}/{first["F"]} k={first["k"]}: {first["cold"]["first_call_s"]} s with an empty cache, {first["warm"]["first_call_s"]} s after that; import {first["warm"]["import_s"]} s'])
+                     [f'first call in a fresh process, {first["D"]}/{first["F"]} k={first["k"]}: {first["cold"]["first_call_s"]} s with an empty cache, {first["warm"]["first_call_s"]} s after that; import {first["warm"]["import_s"]} s',
+                      f'float32 product through MLX: {blas["active"]} {blas["gflops"]} GFLOP/s, the wheel\'s own {stock["gflops"]}: {np.median(times):.1f} times, {times[0]} to {times[-1]} by turn'])
 
 # %% ../../nbs/13a_bench_kernels.ipynb #cell022
 @call_parse
@@ -227,7 +238,7 @@ def bench_kernels(
     out:str='',      # JSON file to write; none is written without
     gib:float=1.1,   # weights to rotate through, GiB
     read_gib:float=2.0, # memory of the bandwidth measurement, GiB
-    rounds:int=3,    # turns
+    rounds:int=15,   # turns; short calls get up to four times as many
     quick:bool=False,# small and meaningless: for tests
 ):
     "Kernels against the memory's own speed and against MLX, in turn, medians."
@@ -239,16 +250,16 @@ def bench_kernels(
     print(HEAD)
     for D, F in ((128, 64),) if quick else ((2048, 512), (1536, 512)):
         stack = random_stack(rng, D, F, 0.001 if quick else gib)
-        for k in (1, 2, 4, 8): add(rows, bench_expert(stack, k, bandwidth, rounds, rng))
-    for r, c in ((96, 128),) if quick else ((2048, 2048), (4096, 2048), (32000, 2048)): add(rows, bench_linear(r, c, 0.001 if quick else gib, bandwidth, rounds, rng))
+        for k in (1, 2, 4, 8): add(rows, bench_expert(stack, k, bandwidth, rounds*max(1, 4//k), rng))
+    for r, c in ((96, 128),) if quick else ((2048, 2048), (4096, 2048), (32000, 2048)): add(rows, bench_linear(r, c, 0.001 if quick else gib, bandwidth, rounds*max(1, 8192//r), rng))
     stack = random_stack(rng, *((128, 64, 0.001) if quick else (2048, 512, 256*3*2048*512*36/64/2**30)))
     for T in (3, 9) if quick else (128, 512): add(rows, bench_prefill(stack, T, 8, 2, rng))
     few = ExpertStack(**{n: getattr(stack, n)[:8] for n in ('up', 'gate', 'down')})
     for T in (1, 5) if quick else (1, 4, 16, 64, 256, 512): add(crossover, bench_prefill(few, T, 8, 2, rng, slow=False))
     import llvmlite.binding as llvm
-    report = dict(schema=1, command='edge0-lab bench kernels', machine=dict(cpu=llvm.get_host_cpu_name(), cores=cores(), system=platform.system(), arch=platform.machine(), pairs=choose_form().pairs, **both_blas()),
+    report = dict(schema=1, command='edge0-lab bench kernels', machine=dict(cpu=llvm.get_host_cpu_name(), cores=cores(), system=platform.system(), arch=platform.machine(), pairs=choose_form().pairs, **both_blas(1 if quick else 7)),
                   versions=dict(mlx=mx.__version__, llvm='.'.join(map(str, llvm.llvm_version_info))), gib=gib, read_gib=read_gib, rounds=rounds, rows=rows, crossover=crossover, first_call=first_call(*((256, 128, 1) if quick else ())))
-    print(kernel_table(report).splitlines()[-1])
+    print(*kernel_table(report).splitlines()[-2:], sep='\n')
     if out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         write_text(out, json.dumps(report, indent=1) + '\n')
