@@ -200,7 +200,7 @@ def write_int4(
     write_checkpoint(out, *quantize_model(model, cfg, group, bits, quant_predicate=rule))
     return out
 
-# %% ../nbs/17_smol.ipynb #cell026
+# %% ../nbs/17_smol.ipynb #cell030
 def carve_tier(
     folder:Path=None, # where everything goes; default the tier's
     tune:bool=False,  # end to end, too
