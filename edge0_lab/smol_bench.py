@@ -256,7 +256,7 @@ def bench_smol(
         if blimp and 'blimp' in wanted: asked['blimp'] = few_pairs(read_pairs(blimp), pairs)
         if 'quiz' in wanted: asked['quiz'] = wiki_quiz(questions or None)
         records = {a: measure_arm(arm_files(a), lambda: open_arm(a), cache_path('smol', 'bench')/f'{a}.json', asked) for a in arms}
-        report = dict(command=f'edge0-lab bench smol --models {models}' + (' --blimp PATH' if blimp else ''), questions={p: len(q[0] if p == 'text' else q) for p, q in asked.items()}, rows=arm_rows(records))
+        report = dict(command=f'edge0-lab bench smol --models {models} --parts {parts} --per {per} --questions {questions}' + (f' --pairs {pairs} --blimp PATH' if blimp else ''), questions={p: len(q[0] if p == 'text' else q) for p, q in asked.items()}, rows=arm_rows(records))
     print(json.dumps(report, indent=1))
     if out: write_json(Path(out), report)
 
