@@ -8,7 +8,7 @@ import argparse, json, os, random, resource, signal, sys, time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-TIMEOUT, MEMORY = 20, 3 << 30                    # seconds an input may take; address space beyond what is used at the start
+TIMEOUT, MEMORY = 20, 3 << 30                    # processor seconds an input may take (and WAIT times as many of the clock); address space beyond what is used at the start
 WAIT = 30                                        # clock seconds a processor second may take on a machine with other work
 
 
@@ -23,17 +23,21 @@ class Count:
     def __init__(self, f, work, limit=None, leave=lambda: None):
         self.f, self.work, self.limit, self.leave, self.n, self.start, self.found, self.told = f, work, limit, leave, 0, time.process_time(), [], 0.
         (work/'findings').mkdir(parents=True, exist_ok=True)
-        signal.signal(signal.SIGALRM, self.late)
+        for s in (signal.SIGALRM, signal.SIGPROF): signal.signal(s, self.late)
 
     def late(self, *_): raise TimeoutError(f'more than {TIMEOUT} s')
 
+    def watch(self, on):
+        signal.alarm(TIMEOUT*WAIT*on)
+        signal.setitimer(signal.ITIMER_PROF, TIMEOUT*on)
+
     def __call__(self, data):
         self.n += 1
-        signal.alarm(TIMEOUT)
+        self.watch(True)
         try: self.f(bytes(data))
         except BaseException as e:
             if isinstance(e, (KeyboardInterrupt, SystemExit)): raise
-            signal.alarm(0)
+            self.watch(False)
             tb, last = e.__traceback__, None
             while tb is not None: last, tb = tb, tb.tb_next
             key = f'{type(e).__name__}-{Path(last.tb_frame.f_code.co_filename).stem}-{last.tb_lineno}'
@@ -41,7 +45,7 @@ class Count:
                 self.found.append(key)
                 (self.work/'findings'/key).write_bytes(bytes(data))
                 (self.work/'findings'/f'{key}.txt').write_text(f'{type(e).__name__}: {e}\n')
-        finally: signal.alarm(0)
+        finally: self.watch(False)
         if time.time() - self.told > 5: self.tell()
         if self.limit is not None and self.spent() > self.limit:
             self.tell()
