@@ -187,7 +187,8 @@ def tune(a):
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     run, streams, rows = Run(a), token_streams(a.tokens, 'train'), spaced_rows(a.tokens, a.eval_rows, a.eval_T)
     if run.step == 0: run.say(step=0, heldout=domain_perplexity(run.cfg, run.w, rows))
-    while run.step < a.steps and not stop and time.monotonic() < end:
+    first = run.step
+    while run.step < a.steps and not stop and (run.step == first or time.monotonic() < end): # a slice makes one step at least
         run.once(tune_batch(streams, run.step, a.T, a.seed))
         if a.save_every and run.step % a.save_every == 0: run.save()
     run.save()
