@@ -73,16 +73,19 @@ def task(
 @contextmanager
 def in_kernels():
     "A list of one number that grows by the seconds spent in compiled jobs."
-    p, spent = pool(), [0.]
+    p, spent, names = pool(), [0.], ('run', 'run_list', 'run_at')
+    was = {n: vars(p)[n] for n in names if n in vars(p)}
     def clocked(f):
         def g(*a):
             t = time.perf_counter()
             try: return f(*a)
             finally: spent[0] += time.perf_counter() - t
         return g
-    p.run, p.run_list = clocked(p.run), clocked(p.run_list)
+    for n in names: setattr(p, n, clocked(getattr(p, n)))
     try: yield spent
-    finally: del p.run, p.run_list
+    finally:
+        for n in names: delattr(p, n)
+        vars(p).update(was)
 
 # %% ../../nbs/13p_peer_arms.ipynb #cell012
 def lab_arm(
