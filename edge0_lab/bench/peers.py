@@ -51,7 +51,7 @@ def peer_round(
     for name in rotated([*arms, OURS + AGAIN], r): got[name] = arms[name.removesuffix(AGAIN)]()
     rates.append(bandwidth())
     n = len(got[OURS]['step_s'])
-    arm = lambda g: dict(step_s=float(np.median(g['step_s'])), prefill_s=float(np.median(g['prefill_s'])), seconds=g['seconds'], steps=[round(v, 6) for v in g['step_s']], **{n: g[n] for n in ('prefill_tokens', 'profile') if n in g}, **({'streamed_s': float(np.median(g['streamed_s']))} if g.get('streamed_s') else {}))
+    arm = lambda g: dict(step_s=float(np.median(g['step_s'])), prefill_s=float(np.median(g['prefill_s'])), seconds=g['seconds'], steps=[round(v, 6) for v in g['step_s']], **{n: g[n] for n in ('prefill_tokens', 'booked') if n in g}, **({'streamed_s': float(np.median(g['streamed_s']))} if g.get('streamed_s') else {}))
     same = {m: round(relative_l2(np.array(g['logits']), np.array(got[OURS]['logits'])), 5) for m, g in got.items() if len(g['step_s']) == n}
     return dict(read_gb_s=[round(v, 2) for v in rates], arms={m: arm(g) for m, g in got.items()}, about={m: g['about'] for m, g in got.items()}, logits_l2=same)
 
@@ -89,12 +89,12 @@ def peer_goals(
 # %% ../../nbs/13q_bench_peers.ipynb #cell009
 def peer_bounds(
     report:dict, # as for `peer_table`
-)->dict:         # columns, a line; {} without a profile
+)->dict:         # columns, a line; {} without books
     "Our step by its parts, the kernels' own share of the read bandwidth, and the most that any program could gain on llama.cpp."
-    rounds = [r for r in report['rounds'] if 'profile' in r['arms'][OURS]]
+    rounds = [r for r in report['rounds'] if 'booked' in r['arms'][OURS]]
     if not rounds: return {}
     mid = lambda f: float(np.median([f(r) for r in rounds]))
-    step, kernels = (mid(lambda r: r['arms'][OURS]['profile'][n]*1e3) for n in ('step_s', 'kernels_s'))
+    step, kernels = [mid(lambda r: r['arms'][OURS]['booked'][n]*1e3) for n in ('step_s', 'kernels_s')]
     limit = mid(lambda r: report['active_bytes']/(max(r['read_gb_s'])*1e9)*1e3)
     out = {'step ms': round(step, 2), 'in kernels': round(kernels, 2), 'elsewhere': round(step - kernels, 2), 'limit ms': round(limit, 2), 'kernels of the limit': round(limit/kernels, 3)}
     if all(LLAMA in r['arms'] for r in rounds): out |= {'most over llama.cpp': round(mid(lambda r: r['arms'][LLAMA]['step_s']*1e3)/limit, 2), 'kernels alone over llama.cpp': round(mid(lambda r: r['arms'][LLAMA]['step_s']*1e3)/kernels, 2)}
