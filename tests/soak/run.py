@@ -96,8 +96,9 @@ def fuzz(name, state, seconds, out):
     with state.lock: mine = state.setdefault(f'fuzz {name}', dict(executions=0, seconds=0., how='', findings=[]))
     left = seconds - mine['seconds']
     if left < 10: return
+    from fuzz import WAIT
     work = out/'fuzz'/name
-    p = subprocess.run([sys.executable, str(HERE/'fuzz.py'), name, '--seconds', str(left), '--work', str(work), '--seed', str(mine['executions'] % 1000)], capture_output=True, text=True, timeout=30*left + 300)
+    p = subprocess.run([sys.executable, str(HERE/'fuzz.py'), name, '--seconds', str(left), '--work', str(work), '--seed', str(mine['executions'] % 1000)], capture_output=True, text=True, timeout=WAIT*left + 300)
     got = json.loads((work/'result.json').read_text()) if (work/'result.json').exists() else dict(executions=0, seconds=0., how='', findings=[])
     with state.lock:
         mine.update(executions=mine['executions'] + got['executions'], seconds=mine['seconds'] + got['seconds'], how=got['how'], findings=sorted({*mine['findings'], *got['findings']}))
