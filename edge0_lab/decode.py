@@ -144,6 +144,7 @@ def can_decode(self:Lab)->bool:
 @alone
 def _session(self:Lab, run, replay=None):
     "A fresh session."
+    if self._walk is not None and not self._walk.begun: self._walk.close()     # Ctrl-C came before its `with`: nobody has it
     if self._walk is not None: raise RuntimeError('lab: a walk is under way; close it first')
     if not isinstance(run, RunConfig): raise ValueError(f'run: {run!r}; allowed: a RunConfig')
     k, stock = run.k or self.k, None

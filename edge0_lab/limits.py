@@ -120,11 +120,13 @@ def when_free(
 
 def _tidy():
     "Only where no turn is being taken, and only in a thread that takes turns: a reader cannot wait for itself."
-    while _left and getattr(_takes, 'turns', False) and not _turn._is_owned() and _turn.acquire(blocking=False):
-        try:
-            if _left: _left.popleft()()
-        except Exception as e: warnings.warn(f'closed late, with {type(e).__name__}: {e}', stacklevel=2)
-        finally: _turn.release()
+    if not getattr(_takes, 'turns', False): return
+    with held_interrupts():                   # or Ctrl-C may come when the turn is taken and nobody knows of it
+        while _left and not _turn._is_owned() and _turn.acquire(blocking=False):
+            try:
+                if _left: _left.popleft()()
+            except Exception as e: warnings.warn(f'closed late, with {type(e).__name__}: {e}', stacklevel=2)
+            finally: _turn.release()
 
 @contextmanager
 def others_may():

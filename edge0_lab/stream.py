@@ -107,7 +107,7 @@ def __enter__(self:Stream): return self
 def __exit__(self:Stream, *_): self.close()
 @patch
 def __del__(self:Stream):
-    if self.session is not None and self._out is None: when_free(self.close)
+    if getattr(self, 'session', None) is not None and self._out is None: when_free(self.close)
 
 @patch(as_prop=True)
 def out(self:Stream)->Out:

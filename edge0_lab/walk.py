@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from fastcore.basics import patch
 
+from .interrupts import held_interrupts
 from .limits import others_may
 from .passes import Session
 
@@ -64,9 +65,9 @@ class Walk:
     ):
         self.session, self.at, self.error = session, None, None
         self._tokens, self._max, self._stop, self._done = list(tokens), max_tokens, frozenset(stop), done
-        self._out, self._in, self._want, self._open, self._over = SimpleQueue(), SimpleQueue(), None, True, False
+        self._in, self._stands, self._stop_at, self._asked, self._want = SimpleQueue(), threading.Event(), None, False, None
+        self._entered = self._closing = self._over = False
         self._thread = threading.Thread(target=self._run, name='edge0-walk', daemon=True)
-        self._started = False
         session.watch = self._watch
 
     def _run(self):
@@ -80,20 +81,30 @@ class Walk:
         except BaseException as e: self.error = e
         finally:
             s.close()
-            self._out.put(None)
+            self._stand(None)
+
+    @property
+    def begun(self):
+        "In its `with`, or past its first step."
+        return self._entered or self._thread.ident is not None
+
+    def _stand(self, at):
+        self._stop_at = at
+        self._stands.set()
 
     def _go(self):
         if self._in.get() == 'close': raise _Closed
 
     def _watch(self, layer, name, value):
         "Called in the pass; waits there."
+        if self._closing: raise _Closed
         if self._want is not None and self._want != (layer, name): return value
         s = self.session
         if isinstance(value, mx.array): mx.eval(value)
         top = s.vocab if name == 'token' else s.E if layer is None else s.loaded.store.E(layer) if layer in s.layers else s.E
         at = At('decode' if s.position >= len(s.prompt) - 1 else 'prefill', len(s.tokens) if s.position >= len(s.prompt) - 1 else -1, layer, name, value, top)
         with others_may():       # it stands at a stop: other labs have their turn
-            self._out.put(at)
+            self._stand(at)
             self._go()
         return at._value if at.changed else value
 
@@ -102,19 +113,23 @@ class Walk:
 def _next(self:Walk):
     "Let the pass run to its next stop; None at the end."
     if self._over: return None
-    if not self._started:
-        self._started = True
-        self._thread.start()
-    self._in.put('go')
-    self.at = self._out.get()
-    if self.at is None: self._end()
+    with held_interrupts():
+        if self._thread.ident is None: self._thread.start()
+        if not self._asked: self._in.put('go')
+        self._asked = True
+    self._stands.wait()          # interrupted here, the pass goes on to its stop, and the next call finds it there
+    with held_interrupts():
+        self._stands.clear()
+        self._asked, self.at = False, self._stop_at
+        if self.at is None: self._end()
     return self.at
 
 @patch
 def _end(self:Walk):
-    self._over = True
-    self._thread.join()
+    "The thread ends, and the model is as it was."
+    if self._thread.ident is not None: self._thread.join()
     self._unwrap()
+    self._over = True
     if self._done is not None: self._done()
     if self.error is not None:
         error, self.error = self.error, None
@@ -149,22 +164,28 @@ def finish(self:Walk)->list: # tokens made
 def close(self:Walk):
     "End the request where it stands."
     if self._over: return
-    if not self._started:
-        self._over = True
-        self.session.close()
-        self._unwrap()
-        if self._done is not None: self._done()
-        return
-    self._in.put('close')
-    while self._out.get() is not None: pass
-    self._end()
+    with held_interrupts():
+        self._closing = True
+        if self._thread.ident is None: self.session.close()
+        else: self._in.put('close')
+        self._end()
 
 @patch
 def __enter__(self:Walk):
-    self._wrap()
-    return self
+    try:
+        with held_interrupts():
+            self._entered = True
+            self._wrap()
+        return self
+    except BaseException:        # no `with` has begun, so nobody else would close it
+        self.close()
+        raise
 @patch
-def __exit__(self:Walk, *_): self.close()
+def __exit__(self:Walk, *_):
+    try: self.close()
+    except KeyboardInterrupt:    # before it was held
+        self.close()
+        raise
 @patch
 def __iter__(self:Walk):
     while (at := self.step()) is not None: yield at

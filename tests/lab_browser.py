@@ -7,7 +7,7 @@ from urllib.parse import unquote
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FLAGS = ['--no-sandbox', '--disable-gpu', '--disable-breakpad', '--disable-crash-reporter']
+FLAGS = ['--no-sandbox', '--disable-gpu', '--disable-breakpad', '--disable-crash-reporter', '--disable-dev-shm-usage']   # the last: a container's /dev/shm may be 64 MB, and a page that finds it full dies
 
 
 def chromium():
@@ -131,14 +131,14 @@ def notebook_ready(page, path):
 
 
 def open_notebook(page, path):
-    page.evaluate('async path => { await window.jupyterapp.commands.execute("docmanager:open", {path}) }', path)   # what it gives cannot be sent here
+    page.evaluate('path => { window.jupyterapp.commands.execute("docmanager:open", {path}) }', path)   # not awaited, here and below: such a wait has no bound
     notebook_ready(page, path)
 
 
 def run_all(page, path):
     "Run every cell of a notebook that is open; what each gave, as its model has it."
     notebook_ready(page, path)
-    page.evaluate('async () => { await window.jupyterapp.commands.execute("notebook:run-all-cells") }')
+    page.evaluate('() => { window.jupyterapp.commands.execute("notebook:run-all-cells") }')
     page.wait_for_function(f"""path => {{ {FIND}
         return mine.content.widgets.every(c => c.model.type !== 'code' || !c.model.sharedModel.source.trim() || c.model.executionCount !== null) }}""", arg=path)
     notebook_ready(page, path)

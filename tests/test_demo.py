@@ -10,6 +10,7 @@ import edge0_lab.demo as room
 from edge0_lab.decode import Lab
 from edge0_lab.demo import PROMPTS, counter_rows, demo, demo_runs, expert_ties, proof, served, token_hash
 from edge0_lab.synth import synth_family
+from lab_browser import FLAGS, chromium
 
 FAMILIES = ('qwen3_5_moe', 'bailing_moe_v3')
 
@@ -145,11 +146,10 @@ def test_token_hash():
 def test_report_in_a_browser(said):
     "No page error, no console error, no request at all, every figure drawn."
     from playwright.sync_api import sync_playwright
-    chromium = Path('/usr/bin/chromium')
-    if not chromium.exists(): pytest.skip('no Chromium at its Debian place')
+    binary = chromium()
     asked, errors = [], []
     with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=str(chromium), args=['--no-sandbox'])
+        browser = p.chromium.launch(executable_path=binary, args=FLAGS)
         page = browser.new_page(viewport=dict(width=900, height=1200))
         page.on('request', lambda r: asked.append(r.url)); page.on('pageerror', lambda e: errors.append(str(e)))
         page.on('console', lambda m: errors.append(m.text) if m.type == 'error' else None)

@@ -1,5 +1,6 @@
 "Ctrl-C and the end of what nobody can reach any more: never in the middle of a table, never a wait that has no end."
 import gc, os, signal, subprocess, sys, threading
+from pathlib import Path
 
 import pytest
 
@@ -121,3 +122,11 @@ print('end')
 '''
     p = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=250)
     assert p.stdout == 'end\n' and p.returncode == 0, p.stderr
+
+
+@pytest.mark.parametrize('work', ['walk', 'steps', 'stream', 'dropped'])
+def test_ctrl_c_at_every_instruction(qwen, work):
+    "Chance finds a window of a microsecond once in a year of CI, and then it hangs; this looks into each."
+    p = subprocess.run([sys.executable, str(Path(__file__).with_name('every_point.py')), str(qwen), work], capture_output=True, text=True, timeout=280)
+    assert p.returncode == 0 and p.stdout.splitlines()[-1] == 'wrong: 0', p.stdout[-3000:] + p.stderr[-2000:]
+    assert int(p.stdout.split()[1]) > 40
