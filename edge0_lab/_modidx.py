@@ -929,6 +929,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'edge0_lab.experts.ExpertStore.resident_fraction': ( 'experts.html#expertstore.resident_fraction',
                                                                                         'edge0_lab/experts.py'),
                                    'edge0_lab.experts.ExpertStore.spec': ('experts.html#expertstore.spec', 'edge0_lab/experts.py'),
+                                   'edge0_lab.experts.ExpertStore.warm': ('experts.html#expertstore.warm', 'edge0_lab/experts.py'),
                                    'edge0_lab.experts.ExpertStore.will_need': ( 'experts.html#expertstore.will_need',
                                                                                 'edge0_lab/experts.py'),
                                    'edge0_lab.experts.Span': ('experts.html#span', 'edge0_lab/experts.py'),

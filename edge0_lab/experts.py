@@ -6,13 +6,14 @@
 __all__ = ['Span', 'ExpertStore']
 
 # %% ../nbs/03e_experts.ipynb #cell002
-import operator, warnings
+import operator, os, warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from fastcore.basics import patch
+from tqdm import tqdm
 
 from . import reads
 from .checkpoint import Checkpoint
@@ -297,3 +298,20 @@ def evict(
     else: todo = list(_each_run(self, layer, e))
     if self.calls.name == 'plain': return float('nan')
     return max(self.calls.evict(s.fd, s.base, s.size, at, n) for s, at, n in todo)
+
+# %% ../nbs/03e_experts.ipynb #cell016
+@patch
+def warm(
+    self:ExpertStore,
+    progress:bool=False, # show a bar
+)->float:                # fraction of the files in memory afterwards; NaN where the system does not say
+    "Read every file once, front to back. Where the fraction stays under 1, memory does not hold them and this was in vain."
+    buffer = bytearray(4 << 20)
+    with tqdm(total=sum(s.size for s in self.ck.shards), unit='B', unit_scale=True, desc='reading', disable=not progress) as bar:
+        for s in self.ck.shards:
+            with open(s.path, 'rb', buffering=0) as f:
+                if hasattr(os, 'posix_fadvise'): os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                while n := f.readinto(buffer): bar.update(n)
+            s.unchanged()
+    if self.calls.name == 'plain': return float('nan')
+    return float(np.concatenate([self.calls.resident(s.base, 0, s.size) for s in self.ck.shards]).mean())

@@ -17,7 +17,7 @@ import numpy as np
 
 from .paired import last_words
 from ..decode import Lab, RunConfig
-from ..pool import pool
+from ..pool import WAYS_IN, pool
 from ..settings import cache_path
 from ..writer import write_json
 
@@ -73,8 +73,8 @@ def task(
 @contextmanager
 def in_kernels():
     "A list of one number that grows by the seconds spent in compiled jobs."
-    p, spent, inside, names = pool(), [0.], [], ('run', 'run_list', 'run_at')
-    was = {n: vars(p)[n] for n in names if n in vars(p)}
+    p, spent, inside = pool(), [0.], []
+    was = {n: vars(p)[n] for n in WAYS_IN if n in vars(p)}
     def clocked(f):
         def g(*a):
             if inside: return f(*a)                               # one way in may lead through another
@@ -85,10 +85,10 @@ def in_kernels():
                 spent[0] += time.perf_counter() - t
                 inside.clear()
         return g
-    for n in names: setattr(p, n, clocked(getattr(p, n)))
+    for n in WAYS_IN: setattr(p, n, clocked(getattr(p, n)))
     try: yield spent
     finally:
-        for n in names: delattr(p, n)
+        for n in WAYS_IN: delattr(p, n)
         vars(p).update(was)
 
 # %% ../../nbs/13p_peer_arms.ipynb #cell012

@@ -24,7 +24,7 @@ from ..blocks import MoEBlock
 from ..decode import Lab, RunConfig, Session
 from ..models import load_model
 from ..onerow import RowAttention, _RowLayer, make_onerow
-from ..pool import pool
+from ..pool import WAYS_IN, pool
 from ..resident import FusedGatedDelta
 from ..slots import LruCache, Stage
 from ..writer import write_text
@@ -79,7 +79,7 @@ def booked(
             led.calls['handover'] += 1
             return g(*a)
         return h
-    places = [(pool(), 'run', 'kernel'), (pool(), 'run_list', 'kernel'), (pool(), 'run_at', 'kernel'), (LruCache, 'wait', 'read'), (executors.Staged, '__call__', 'ours'), (exact.Exact, '__call__', 'ours'), (Session, '_route', 'ours'),
+    places = [*((pool(), n, 'kernel') for n in WAYS_IN), (LruCache, 'wait', 'read'), (executors.Staged, '__call__', 'ours'), (exact.Exact, '__call__', 'ours'), (Session, '_route', 'ours'),
               (Session, '_observe', 'ours'), (Stage, 'fill', 'ours'), (Session, '_read', read), *((module, 'rows_of', evaluating) for module in (products, deltas, resident, onerow)), (executors, 'host_ids', evaluating), (exact, 'host_ids', evaluating)]
     with ExitStack() as stack:
         for owner, name, how in places:
