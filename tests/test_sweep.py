@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from edge0_lab.cli import main
-from edge0_lab.bench.sweep import cell_name, grid_cells, read_sweep, run_sweep
+from edge0_lab.bench.sweep import cell_name, grid_cells, locally, read_sweep, run_sweep
 
 
 def test_a_killed_worker_loses_nothing_and_doubles_nothing(tmp_path):
@@ -60,6 +60,34 @@ def test_without_dask_it_says_so(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r'edge0-lab\[dask\]'): run_sweep('{"k": [2]}', tmp_path, scheduler='tcp://127.0.0.1:1', progress=False)
 
 
-@pytest.mark.parametrize('grid, match', [('{"k": 2}', 'a list'), ('{"moon": [1]}', 'moon'), ('{"k": []}', 'a list')])
+def test_what_has_not_begun_does_not_begin_after_ctrl_c():
+    "The generator is closed, as Ctrl-C closes it."
+    began = []
+    def run(c):
+        began.append(c)
+        time.sleep(0.05)
+        return {}
+    cells = locally(range(50), run)
+    next(cells)
+    cells.close()
+    assert len(began) <= 3
+
+
+def test_a_damaged_record_is_measured_again_and_cells_are_counted_once(tmp_path):
+    run = lambda c: dict(cell=c, tokens_per_s=1)
+    assert run_sweep('{"k": [2, 2, 4]}', tmp_path, run=run, progress=False) == dict(cells=2, done=2, before=0, died=[])
+    bad = next(tmp_path.glob('*.json'))
+    bad.write_text(bad.read_text()[:9])
+    assert run_sweep('{"k": [2, 4]}', tmp_path, run=run, progress=False) == dict(cells=2, done=1, before=1, died=[])
+    assert read_sweep(tmp_path)['tokens_per_s'] == [1, 1]
+
+
+def test_no_checkpoint_leaves_no_record(tmp_path):
+    said = run_sweep('{"tier": ["nowhere"], "k": [2]}', tmp_path/'out', progress=False)
+    assert said['done'] == 0 and 'nowhere' in said['died'][0] and not list((tmp_path/'out').glob('*.json'))
+    with pytest.raises(ValueError, match='workers: 0'): run_sweep('{"k": [2]}', tmp_path/'out', workers=0, progress=False)
+
+
+@pytest.mark.parametrize('grid, match', [('{"k": 2}', 'a list'), ('{"k": [2', 'not JSON'), ('[1]', 'an object of lists'), ('{"moon": [1]}', 'moon'), ('{"k": []}', 'a list')])
 def test_wrong_grids_are_refused(grid, match, tmp_path):
     with pytest.raises(ValueError, match=match): run_sweep(grid, tmp_path, progress=False)

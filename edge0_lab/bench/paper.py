@@ -9,7 +9,7 @@ __all__ = ['SCHEDULES', 'REPLAYED', 'OTHER_K', 'any_heads', 'schedule_runs', 'na
 
 # %% ../../nbs/13r_bench_paper.ipynb #cell002
 import edge0_lab
-import json, time
+import hashlib, json, time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -125,11 +125,12 @@ def decode_cell(
     k:int,
     arms:dict,      # name -> keywords of `schedule_runs` with one schedule: dict(schedule=, cache=, fill=...)
     steps:int, rounds:int,
-    cold:bool=True, # round 0 begins with an empty page cache
+    colds:int=None, # rounds before them, every run from an empty page cache; default as many
     traced:bool=False,
     routes:str='',  # tiny tier whose routing is replayed; '': the model routes itself
 )->dict:            # arm -> records, round by round; `traced` apart
     "Arms in rotated order in this process."
+    colds = rounds if colds is None else colds
     with Lab.open(checkpoint) as lab, ExitStack() as held:
         tokens, runs, gate, routing = tokens_for(steps, lab.vocab), cell_runs(lab, k, arms), None, dict(routing='its own')
         source = next((r.heads.source for r in runs.values() if r.heads is not None), None)
@@ -140,10 +141,11 @@ def decode_cell(
         if not runs: return dict(arms={}, about={})
         out = {n: [] for n in (*runs, next(iter(runs)) + AGAIN)}
         one = lambda n, **kw: watched_run(lab, replace(runs[n.removesuffix(AGAIN)], **kw), tokens, replay if runs[n.removesuffix(AGAIN)].prerouter == 'oracle' else None)
-        for r in range(rounds + cold):
+        one(next(iter(runs)))                                          # not counted: what a process does once, and the pages of a warm cell
+        for r in range(colds + rounds):
             for n in rotated(out, r):
-                if cold and r == 0: lab.store.evict()
-                out[n].append(dict(one(n), cold_start=cold and r == 0))
+                if r < colds: lab.store.evict()
+                out[n].append(dict(one(n), cold_start=r < colds))
         told = {}
         for n in runs if traced else ():
             lab.store.evict()
@@ -152,18 +154,18 @@ def decode_cell(
                     layers=lab.loaded.layers, experts=lab.E, slots=2*k*len(lab.moe_layers) + 64, expert_bytes=lab.store.spec(lab.moe_layers[0]).total)
 
 def apart_cell(
-    rounds:int, cold:bool=True, limit:int=None, # bytes of memory and page cache, for each process
+    rounds:int, colds:int=None, limit:int=None, # bytes of memory and page cache, for each process
     **kw,             # as for `decode_cell`
 )->dict:
     "The same turns, each in a process of its own: warm ones run the arm once before they count."
-    arms, got = kw.pop('arms'), {}
+    arms, got, colds = kw.pop('arms'), {}, rounds if colds is None else colds
     base = next(iter(arms))
     turn = lambda n, **how: own_process('bench.paper:decode_cell', dict(kw, arms={n: arms[n]}, traced=False, **how), limit=limit)
-    for r in range(rounds + cold):
+    for r in range(colds + rounds):
         for n in rotated([*arms, base + AGAIN], r):
-            name, first = n.removesuffix(AGAIN), cold and r == 0
-            out = turn(name, rounds=0 if first else 1, cold=first)
-            if name in out['arms']: got.setdefault(n, (out, []))[1].append(dict(out['arms'][name if first else name + AGAIN][0], cold_start=first))
+            name, first = n.removesuffix(AGAIN), r < colds
+            out = turn(name, rounds=int(not first), colds=int(first))
+            if name in out['arms']: got.setdefault(n, (out, []))[1].append(dict(out['arms'][name][0], cold_start=first))
     names = [n for n in (*arms, base + AGAIN) if n in got]
     return dict(got[base][0], arms={n: got[n][1] for n in names}, about={n: got[n][0]['about'][n] for n in names if n in arms}, apart=True)
 
@@ -215,8 +217,8 @@ def paper_cells(
     for gib in limits:
         for k in ks: out[f'schedules, K = {k}, {place_of(gib)}'] = decode_cell, dict(k=k, arms=arms(SCHEDULES if k == served else OTHER_K), steps=steps, rounds=rounds, traced=True), gib
         for tier in routes: out[f'replayed {tier}, K = {served}, {place_of(gib)}'] = decode_cell, dict(k=served, arms=arms(REPLAYED), steps=steps, rounds=rounds, traced=True, routes=tier), gib
-    out['fill modes'] = decode_cell, dict(k=served, arms={n: dict(schedule='staged', fill=n) for n in ('stack', 'patch', 'inplace')}, steps=steps, rounds=rounds, cold=False), None
-    out['cache sizes'] = decode_cell, dict(k=served, arms={str(n): dict(schedule='staged', cache=n) for n in sweep}, steps=2*steps, rounds=rounds, cold=False), None
+    out['fill modes'] = decode_cell, dict(k=served, arms={n: dict(schedule='staged', fill=n) for n in ('stack', 'patch', 'inplace')}, steps=steps, rounds=rounds, colds=0), None
+    out['cache sizes'] = decode_cell, dict(k=served, arms={str(n): dict(schedule='staged', cache=n) for n in sweep}, steps=2*steps, rounds=rounds, colds=0), None
     for gib in limits: out[f'prompt, {place_of(gib)}'] = prefill_cell, dict(k=served, prompt=prompt), gib
     for tier in routes: out[f'merge survival, {tier}'] = merge_cell, dict(tier=tier), None
     return out
@@ -239,13 +241,36 @@ def paper_tier(
     kind = json.loads((Path(checkpoint)/'config.json').read_text(encoding='utf8')).get('model_type')
     return 'edge0-8b' if kind == 'bailing_hybrid' else 'edge0-35b'
 
+def _campaign(folder, **kw):
+    "What every cell of a report has in common."
+    files = [(p.name, p.stat().st_size) for p in sorted(folder.glob('*.safetensors'))]
+    text = (folder/'config.json').read_text(encoding='utf8') + json.dumps(files)
+    return dict(checkpoint=hashlib.sha1(text.encode()).hexdigest()[:12], machine=f"{about_machine()['cpu']}, {about_machine()['cores']} cores", **kw)
+
+def _begun(out, settings):
+    "The report to go on with, or a new one."
+    if out and not Path(out).resolve().parent.is_dir(): raise ValueError(f'out: there is no folder {Path(out).parent}; allowed: a file in one that exists')
+    if not out or not Path(out).exists(): return dict(schema=3, cells={}, settings=settings)
+    try: report = json.loads(Path(out).read_text(encoding='utf8'))
+    except ValueError as e: raise ValueError(f'out: {Path(out).name} is not JSON ({e}); allowed: a report of this command, or a new file') from None
+    if not isinstance(report, dict) or not isinstance(report.get('cells'), dict): raise ValueError(f'out: {Path(out).name} has no cells; allowed: a report of this command, or a new file')
+    was = report.get('settings')
+    if was != settings: raise ValueError(f"out: {Path(out).name} was measured with {was or 'settings that it does not say'}, this is {settings}; allowed: the same, or a new file")
+    return report
+
+def _whole(name, text):
+    try: got = tuple(int(v) for v in str(text).split(','))
+    except ValueError: got = (0,)
+    if min(got) < 1: raise ValueError(f'{name}: {text!r}; allowed: whole numbers from 1, separated by commas')
+    return got
+
 def bench_paper(
     checkpoint:str='edge0-35b', # tier, or directory
     cells:str='',      # words that a cell's name must contain one of, separated by |; default all
     limits:str='free,16,12,8', # GiB of memory and page cache
     ks:str='2,4,8',
     steps:int=12,      # tokens a run
-    rounds:int=3,      # warm rounds
+    rounds:int=3,      # cold rounds, and as many warm ones
     prompt:int=3100,   # tokens of the long prompt
     routes:str='tiny-softmax,tiny-sigmoid', # tiny tiers whose routing is replayed
     apart:bool=False,  # every turn of an arm in a process of its own, as the paper does it
@@ -256,13 +281,16 @@ def bench_paper(
     "The paper's tables on this machine: the cells that are asked for and not there yet."
     gibs, known = _limits(limits), tiers()
     if rounds < 3: raise ValueError(f'rounds: {rounds!r}; allowed: from 3')
+    _whole('steps', steps), _whole('prompt', prompt)
+    unknown = [r for r in routes.split(',') if r and r not in known]
+    if unknown: raise ValueError(f'routes: {unknown[0]!r}; allowed: {", ".join(known)}')
     folder = Path(known[checkpoint].checkpoint if checkpoint in known else checkpoint)
     if not (folder/'config.json').exists(): raise FileNotFoundError(f'checkpoint: no config.json in {checkpoint}; allowed: a tier whose checkpoint is there, or a directory; edge0-lab synth edge0-35b DIR makes one')
     tier = paper_tier(folder)
-    todo = paper_cells(tuple(int(v) for v in ks.split(',')), gibs, steps, rounds, prompt, served=known[tier].k, routes=tuple(r for r in routes.split(',') if r))
+    todo = paper_cells(_whole('ks', ks), gibs, steps, rounds, prompt, served=known[tier].k, routes=tuple(r for r in routes.split(',') if r))
     want = [n for n in todo if not cells or any(w in n for w in cells.split('|'))]
     if not want: raise ValueError(f'cells: {cells!r} fits none; allowed: words of {"; ".join(todo)}')
-    report = json.loads(Path(out).read_text()) if out and Path(out).exists() else dict(schema=2, cells={})
+    report = _begun(out, _campaign(folder, steps=steps, rounds=rounds, prompt=prompt, apart=apart))
     report.update(checkpoint=folder.name, tier=tier, machine=about_machine(), command=f'edge0-lab bench paper --checkpoint {folder.name} --limits {limits} --ks {ks} --steps {steps} --rounds {rounds} --prompt {prompt} --routes {routes}{" --apart" if apart else ""}', failed=report.get('failed', {}))
     if plan:
         for n in want: print(n, 'there' if n in report['cells'] else 'to do', sep=': ')

@@ -52,10 +52,11 @@ def gain(
 
 def aa_spread(
     cell:dict,
+    cold:bool=False,
 )->float: # 0.05: the base differs from itself by up to 5 %
     "What a difference must exceed."
     base = next(n for n in cell['arms'] if n + AGAIN in cell['arms'])
-    _, low, high = gain(cell, base + AGAIN, base)
+    _, low, high = gain(cell, base + AGAIN, base, cold)
     return float(np.expm1(max(abs(np.log(low)), abs(np.log(high)))))
 
 def load_fit(
@@ -88,6 +89,7 @@ def ours(
     if q == 'cost of a load, base' or q == 'cost of a load, cold part':
         fit = load_fit(report, where)
         return fit and fit['base' not in q]
+    if where != 'free' and (q == 'patch over stack' or '64 bundles' in q or '1024 bundles' in q): return None # measured without a limit
     if q == 'patch over stack': return _percent(gain(cells['fill modes'], 'patch', 'stack')) if 'fill modes' in cells else None
     if q.endswith('over 64 bundles'): return _percent(gain(cells['cache sizes'], str(_sweep_top(cells['cache sizes'])), '64')) if 'cache sizes' in cells else None
     if q == 'decode, 1024 bundles': return _mid(speeds(cells['cache sizes'], '1024')) if 'cache sizes' in cells else None
@@ -98,6 +100,7 @@ def ours(
     if q == 'gain of the prerouter': return _percent(gain(cell, arm))
     if q == 'bytes a step': return _mid([r['mib'] for r in warm])
     if q == 'bytes a load': return _mid([r['mib']/r['loads'] for r in warm if r['loads']])
+    told = told[-1:]                                            # the run that found what the one before had read
     if q == 'cold share': return _mid([100*r['cold'] for r in told])
     if q == 'loads a step': return _mid([r['loads'] for r in warm])
     if q == 'time of a load': return _mid([r['load_ms'] for r in told if r['load_ms'] is not None])
@@ -168,7 +171,7 @@ def memory_table(
         cell = schedule_cell(report, k, p)
         for n, runs in (cell['arms'].items() if cell else ()):
             if n.endswith(AGAIN): continue
-            most = lambda q: round(max(r[q] for r in runs)/_GIB, 2)
+            most = lambda q: round(max(r[q] for r in runs if not r['cold_start'])/_GIB, 2)
             rows.append(dict(limit=p, schedule=n, slots=most('slot_bytes'), allocator_peak=most('allocator_peak'), rss=most('rss'), unreclaimable=most('rss_anonymous'), page_cache=most('page_cache')))
     return {c: [r[c] for r in rows] for c in rows[0]} if rows else {}
 
@@ -185,7 +188,7 @@ def paper_goals(
         spread, arms, with_ = aa_spread(cell), [n for n in ('staged', 'cross-token') if n in cell['arms']], f', {routes} replayed' if routes else ''
         for n in arms:
             cold, warm = gain(cell, n, cold=True), gain(cell, n)
-            out[f'{n} / exact, cold start{with_}'] = dict(goal=1.5, reached=round(cold[0], 3), ok=cold[0] >= 1.5)
+            out[f'{n} / exact, cold start{with_}'] = dict(goal=round(max(1.5, 1 + aa_spread(cell, True)), 3), reached=round(cold[0], 3), ok=cold[0] >= max(1.5, 1 + aa_spread(cell, True)))
             out[f'{n} / exact, warm{with_}'] = dict(goal=round(1 - spread, 3), reached=round(warm[0], 3), ok=warm[0] >= 1 - spread)
         peak, slots = max(r['allocator_peak'] for n in arms for r in cell['arms'][n])/_GIB, {r['slot_bytes'] for a in cell['arms'].values() for r in a}
         out[f'allocator peak, GiB{with_}'] = dict(goal=2.9, reached=round(peak, 3), ok=peak <= 2.9)
@@ -193,7 +196,8 @@ def paper_goals(
     return out
 
 WORDS = dict(load='one expert of one layer read into a slot, all nine ranges of it (the paper counts pieces: 126.9 MiB at 0.32 MiB are 397 loads a step, more than 40 layers x 8 experts)',
-             byte='one asked of the file, wherever it came from', cold='not in the page cache when its load began; a cold start begins with none of the experts\' pages there',
+             byte='one asked of the file, wherever it came from', cold='not in the page cache when its load began; a cold start begins with none of the experts\' pages there; a cold share is that of a run whose tokens were decoded once before',
+             page_cache='pages of the checkpoint\'s files, whichever arm read them; a limit binds only where it is less than these and the process together',
              replayed='gates and heads run and are then overruled by a tiny tier\'s routing, lifted to this shape: nbs/13o_lifted_routes', empty='not given by the paper, or not measured here')
 
 def paper_html(

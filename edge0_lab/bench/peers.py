@@ -70,7 +70,7 @@ def peer_table(
         d, p = [speed(name, r) for r in rounds], [fill(name, r) for r in rounds]
         ratio = [speed(OURS, r)/v for r, v in zip(rounds, d)]
         low, high = median_interval(ratio)
-        rows.append({'arm': name, 'decode tok/s': round(float(np.median(d)), 2), 'ours is times': round(float(np.median(ratio)), 3), 'low': round(low, 3), 'high': round(high, 3), 'of the limit': round(float(np.median(np.array(d)/limit)), 3),
+        rows.append({'arm': name, 'decode tok/s': round(float(np.median(d)), 2), 'ours is times': round(float(np.median(ratio)), 3), 'low': round(low, 3), 'high': round(high, 3), 'seen': '' if name == OURS else 'no difference' if low <= 1 <= high else 'yes', 'of the limit': round(float(np.median(np.array(d)/limit)), 3),
                      'prefill tok/s': round(float(np.median(p)), 1), 'prefill: ours is times': round(float(np.median([fill(OURS, r)/v for r, v in zip(rounds, p)])), 3)})
     rows.sort(key=lambda v: -v['decode tok/s'])
     streamed = [r['arms'][OURS]['streamed_s'] for r in rounds if 'streamed_s' in r['arms'][OURS]]
@@ -91,10 +91,12 @@ def peer_bounds(
     report:dict, # as for `peer_table`
 )->dict:         # columns, a line; {} without books
     "Our step by its parts, the kernels' own share of the read bandwidth, and the most that any program could gain on llama.cpp."
-    rounds = [r for r in report['rounds'] if 'booked' in r['arms'][OURS]]
-    if not rounds: return {}
+    rounds = report['rounds']
+    books = [r['arms'][OURS]['booked'] for r in rounds if 'booked' in r['arms'][OURS]]
+    if not books: return {}
     mid = lambda f: float(np.median([f(r) for r in rounds]))
-    step, kernels = [mid(lambda r: r['arms'][OURS]['booked'][n]*1e3) for n in ('step_s', 'kernels_s')]
+    step = mid(lambda r: r['arms'][OURS]['step_s']*1e3)
+    kernels = step*float(np.median([b['kernels_s']/b['step_s'] for b in books]))   # a share: the books themselves take time
     limit = mid(lambda r: report['active_bytes']/(max(r['read_gb_s'])*1e9)*1e3)
     out = {'step ms': round(step, 2), 'in kernels': round(kernels, 2), 'elsewhere': round(step - kernels, 2), 'limit ms': round(limit, 2), 'kernels of the limit': round(limit/kernels, 3)}
     if all(LLAMA in r['arms'] for r in rounds): out |= {'most over llama.cpp': round(mid(lambda r: r['arms'][LLAMA]['step_s']*1e3)/limit, 2), 'kernels alone over llama.cpp': round(mid(lambda r: r['arms'][LLAMA]['step_s']*1e3)/kernels, 2)}

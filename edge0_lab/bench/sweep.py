@@ -29,7 +29,9 @@ def grid_cells(
     "Every combination."
     if not isinstance(grid, dict):
         text = str(grid)
-        grid = json.loads(text if text.lstrip().startswith('{') else Path(text).read_text(encoding='utf8'))
+        try: grid = json.loads(text if text.lstrip()[:1] in ('{', '[') else Path(text).read_text(encoding='utf8'))
+        except ValueError as e: raise ValueError(f'grid: not JSON ({e}); allowed: {{"k": [2, 4]}}, or a file with such') from None
+    if not isinstance(grid, dict): raise ValueError(f'grid: {grid!r}; allowed: an object of lists')
     allowed = [*OWN, *(f.name for f in fields(RunConfig))]
     for name, values in grid.items():
         if name not in allowed: raise ValueError(f'grid: {name!r}; allowed: {", ".join(allowed)}')
@@ -52,12 +54,15 @@ def sweep_cell(
     record = dict(schema=1, cell=cell, machine=about_machine())
     try:
         if own['pages'] not in ('warm', 'cold'): raise ValueError(f"pages: {own['pages']!r}; allowed: warm, cold")
+        if isinstance(own['tokens'], bool) or not isinstance(own['tokens'], int) or own['tokens'] < 1: raise ValueError(f"tokens: {own['tokens']!r}; allowed: a whole number from 1")
         run = RunConfig(**kw)
-        with Lab.open(own['tier']) as lab:
+    except ValueError as e: return dict(record, refused=str(e))
+    with Lab.open(own['tier']) as lab:                                # what is not there today may be there tomorrow: no record
+        try:
             if own['pages'] == 'cold': lab.store.evict()
             else: lab.generate(own['prompt'], 4, run, stop=())
             out = lab.generate(own['prompt'], own['tokens'], run, stop=())
-    except (ValueError, FileNotFoundError) as e: return dict(record, refused=str(e))
+        except ValueError as e: return dict(record, refused=str(e))
     step = out.timing['step_s']
     c = out.counters['decode']
     return dict(record, tokens=out.tokens, tokens_per_s=round(len(step)/sum(step), 3), step_ms=round(float(np.median(step))*1e3, 3), prefill_s=round(out.timing['prefill_s'], 4), counters={n: round(v, 6) for n, v in c.items()},
@@ -77,12 +82,15 @@ def locally(
     workers:int=1,
 ):              # yields (cell, record or error)
     "Cells by local processes."
-    with ThreadPoolExecutor(workers) as pool:
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1: raise ValueError(f'workers: {workers!r}; allowed: a whole number from 1')
+    pool = ThreadPoolExecutor(workers)
+    try:
         jobs = {pool.submit(run, c): c for c in cells}
         for job in as_completed(jobs):
             error = job.exception()
             if error is not None and not isinstance(error, ChildDied): raise error
             yield jobs[job], error or job.result()
+    finally: pool.shutdown(cancel_futures=True)                # Ctrl-C: what has not begun does not begin
 
 def on_dask(
     cells, run,
@@ -113,7 +121,7 @@ def run_sweep(
     "Every cell of the grid that has no record yet."
     folder, cells = Path(out), grid_cells(grid)
     folder.mkdir(parents=True, exist_ok=True)
-    todo = {cell_name(c): c for c in cells if not (folder/f'{cell_name(c)}.json').exists()}
+    todo = {cell_name(c): c for c in cells if not _recorded(folder/f'{cell_name(c)}.json')}
     got, died = 0, []
     with tqdm(total=len(todo), desc='cells', disable=None if progress else True) as bar:
         for c, record in on_dask(todo.values(), run, scheduler) if scheduler else locally(todo.values(), run, workers):
@@ -122,7 +130,14 @@ def run_sweep(
             else:
                 write_json(folder/f'{cell_name(c)}.json', record)
                 got += 1
-    return dict(cells=len(cells), done=got, before=len(cells) - len(todo), died=died)
+    names = {cell_name(c) for c in cells}
+    return dict(cells=len(names), done=got, before=len(names) - len(todo), died=died)
+
+def _recorded(path):
+    "Is there a record, and is it whole? A damaged one is measured again."
+    try: r = json.loads(path.read_text(encoding='utf8'))
+    except (FileNotFoundError, ValueError): return False
+    return isinstance(r, dict) and isinstance(r.get('cell'), dict) and cell_name(r['cell']) == path.stem
 
 def sweep_records(
     folder:str,
