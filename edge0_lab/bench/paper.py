@@ -20,7 +20,7 @@ import numpy as np
 from .decode import PROMPT, tokens_for
 from .lifted import overruled, overruled_by, supplied_routes, tiny_text
 from .merge import adapter_weights, base_tensors, logit_distances, Reference
-from .paired import AGAIN, ChildDied, about_machine, own_process, rotated
+from .paired import AGAIN, ChildDied, about_machine, begun, own_process, rotated
 from .paper_tables import write_paper_html
 from ..decode import Lab, RunConfig
 from ..distill import Corpus
@@ -241,22 +241,10 @@ def paper_tier(
     kind = json.loads((Path(checkpoint)/'config.json').read_text(encoding='utf8')).get('model_type')
     return 'edge0-8b' if kind == 'bailing_hybrid' else 'edge0-35b'
 
-def _campaign(folder, **kw):
-    "What every cell of a report has in common."
+def _fingerprint(folder):
+    "Of a checkpoint's form: its config and the sizes of its files."
     files = [(p.name, p.stat().st_size) for p in sorted(folder.glob('*.safetensors'))]
-    text = (folder/'config.json').read_text(encoding='utf8') + json.dumps(files)
-    return dict(checkpoint=hashlib.sha1(text.encode()).hexdigest()[:12], machine=f"{about_machine()['cpu']}, {about_machine()['cores']} cores", **kw)
-
-def _begun(out, settings):
-    "The report to go on with, or a new one."
-    if out and not Path(out).resolve().parent.is_dir(): raise ValueError(f'out: there is no folder {Path(out).parent}; allowed: a file in one that exists')
-    if not out or not Path(out).exists(): return dict(schema=3, cells={}, settings=settings)
-    try: report = json.loads(Path(out).read_text(encoding='utf8'))
-    except ValueError as e: raise ValueError(f'out: {Path(out).name} is not JSON ({e}); allowed: a report of this command, or a new file') from None
-    if not isinstance(report, dict) or not isinstance(report.get('cells'), dict): raise ValueError(f'out: {Path(out).name} has no cells; allowed: a report of this command, or a new file')
-    was = report.get('settings')
-    if was != settings: raise ValueError(f"out: {Path(out).name} was measured with {was or 'settings that it does not say'}, this is {settings}; allowed: the same, or a new file")
-    return report
+    return hashlib.sha1(((folder/'config.json').read_text(encoding='utf8') + json.dumps(files)).encode()).hexdigest()[:12]
 
 def _whole(name, text):
     try: got = tuple(int(v) for v in str(text).split(','))
@@ -290,7 +278,7 @@ def bench_paper(
     todo = paper_cells(_whole('ks', ks), gibs, steps, rounds, prompt, served=known[tier].k, routes=tuple(r for r in routes.split(',') if r))
     want = [n for n in todo if not cells or any(w in n for w in cells.split('|'))]
     if not want: raise ValueError(f'cells: {cells!r} fits none; allowed: words of {"; ".join(todo)}')
-    report = _begun(out, _campaign(folder, steps=steps, rounds=rounds, prompt=prompt, apart=apart))
+    report = begun(out, 'cells', dict(checkpoint=_fingerprint(folder), steps=steps, rounds=rounds, prompt=prompt, apart=apart))
     report.update(checkpoint=folder.name, tier=tier, machine=about_machine(), command=f'edge0-lab bench paper --checkpoint {folder.name} --limits {limits} --ks {ks} --steps {steps} --rounds {rounds} --prompt {prompt} --routes {routes}{" --apart" if apart else ""}', failed=report.get('failed', {}))
     if plan:
         for n in want: print(n, 'there' if n in report['cells'] else 'to do', sep=': ')

@@ -15,7 +15,7 @@ import numpy as np
 
 from .arms import PEERS, PeerError, llama_arm, mlx_flash_arm, nunspark_said, peer_python, task
 from .kernels import ReadBandwidth
-from .paired import AGAIN, ChildDied, about_machine, median_interval, own_process, rotated, shown
+from .paired import AGAIN, ChildDied, about_machine, begun, median_interval, own_process, rotated, shown
 from ..int4 import relative_l2
 from ..settings import cache_path
 from ..writer import write_json
@@ -142,8 +142,9 @@ def bench_peers(
     gguf = home.with_name(home.name + '.gguf')
     if python: write_gguf(home, gguf)
     asked = task(config['vocab_size'], threads=threads)
-    report = json.loads(Path(out).read_text()) if out and Path(out).exists() else dict(schema=1, rounds=[], others={})
-    report.update(command=f'edge0-lab bench peers --layers {layers} --rounds {rounds} --threads {threads}', machine=about_machine(), config={n: config[n] for n in ('model_type', 'hidden_size', 'num_hidden_layers', 'num_experts', 'num_experts_per_tok', 'moe_intermediate_size', 'vocab_size')},
+    report = begun(out, 'rounds', dict(layers=layers, threads=threads, bf16=bf16, peers=peers))
+    report.setdefault('others', {})
+    report.update(command=f'edge0-lab bench peers --layers {layers} --rounds {rounds} --threads {threads} --peers {peers}' + ('' if bf16 else ' --no-bf16'), machine=about_machine(), config={n: config[n] for n in ('model_type', 'hidden_size', 'num_hidden_layers', 'num_experts', 'num_experts_per_tok', 'moe_intermediate_size', 'vocab_size')},
                   threads=threads, context=asked['context'], long=len(asked['long']), active_bytes=active_bytes(config), condition='page cache warm, all experts in memory')
     arms, bandwidth = peer_arms(home, gguf, asked, python, bf16), ReadBandwidth()
     for r in range(len(report['rounds']), rounds):
