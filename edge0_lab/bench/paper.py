@@ -9,7 +9,7 @@ __all__ = ['SCHEDULES', 'REPLAYED', 'OTHER_K', 'any_heads', 'schedule_runs', 'na
 
 # %% ../../nbs/13r_bench_paper.ipynb #cell002
 import edge0_lab
-import hashlib, json, time
+import json, time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from ..distill import Corpus
 from ..lora import find_lora, read_lora
 from ..prerouter import Heads, read_heads
 from ..settings import tiers
+from ..states import fingerprint
 from ..stream import replay_of
 from ..writer import write_json
 
@@ -241,11 +242,6 @@ def paper_tier(
     kind = json.loads((Path(checkpoint)/'config.json').read_text(encoding='utf8')).get('model_type')
     return 'edge0-8b' if kind == 'bailing_hybrid' else 'edge0-35b'
 
-def _fingerprint(folder):
-    "Of a checkpoint's form: its config and the sizes of its files."
-    files = [(p.name, p.stat().st_size) for p in sorted(folder.glob('*.safetensors'))]
-    return hashlib.sha1(((folder/'config.json').read_text(encoding='utf8') + json.dumps(files)).encode()).hexdigest()[:12]
-
 def _whole(name, text):
     try: got = tuple(int(v) for v in str(text).split(','))
     except ValueError: got = (0,)
@@ -278,7 +274,7 @@ def bench_paper(
     todo = paper_cells(_whole('ks', ks), gibs, steps, rounds, prompt, served=known[tier].k, routes=tuple(r for r in routes.split(',') if r))
     want = [n for n in todo if not cells or any(w in n for w in cells.split('|'))]
     if not want: raise ValueError(f'cells: {cells!r} fits none; allowed: words of {"; ".join(todo)}')
-    report = begun(out, 'cells', dict(checkpoint=_fingerprint(folder), steps=steps, rounds=rounds, prompt=prompt, apart=apart))
+    report = begun(out, 'cells', dict(checkpoint=fingerprint(folder, (folder/'config.json').read_text(encoding='utf8')), steps=steps, rounds=rounds, prompt=prompt, apart=apart))
     report.update(checkpoint=folder.name, tier=tier, machine=about_machine(), command=f'edge0-lab bench paper --checkpoint {folder.name} --limits {limits} --ks {ks} --steps {steps} --rounds {rounds} --prompt {prompt} --routes {routes}{" --apart" if apart else ""}', failed=report.get('failed', {}))
     if plan:
         for n in want: print(n, 'there' if n in report['cells'] else 'to do', sep=': ')

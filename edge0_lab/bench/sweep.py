@@ -119,9 +119,9 @@ def run_sweep(
     progress:bool=True,
 )->dict:                 # done, here before, died
     "Every cell of the grid that has no record yet."
-    folder, cells = Path(out), grid_cells(grid)
+    folder, cells = Path(out), {cell_name(c): c for c in grid_cells(grid)}
     folder.mkdir(parents=True, exist_ok=True)
-    todo = {cell_name(c): c for c in cells if not _recorded(folder/f'{cell_name(c)}.json')}
+    todo = {n: c for n, c in cells.items() if not _recorded(folder/f'{n}.json')}
     got, died = 0, []
     with tqdm(total=len(todo), desc='cells', disable=None if progress else True) as bar:
         for c, record in on_dask(todo.values(), run, scheduler) if scheduler else locally(todo.values(), run, workers):
@@ -130,27 +130,26 @@ def run_sweep(
             else:
                 write_json(folder/f'{cell_name(c)}.json', record)
                 got += 1
-    names = {cell_name(c) for c in cells}
-    return dict(cells=len(names), done=got, before=len(names) - len(todo), died=died)
+    return dict(cells=len(cells), done=got, before=len(cells) - len(todo), died=died)
+
+def _record(path):
+    "What a file says of the cell that it is named after."
+    try: r = json.loads(path.read_text(encoding='utf8'))
+    except ValueError as e: raise ValueError(f'folder: {path.name} is not JSON ({e}); allowed: the records of edge0-lab sweep') from None
+    cell = r.get('cell') if isinstance(r, dict) else None
+    if not isinstance(cell, dict) or cell_name(cell) != path.stem: raise ValueError(f'folder: {path.name} is not the record of a cell of this name; allowed: the records of edge0-lab sweep')
+    return r
 
 def _recorded(path):
     "Is there a record, and is it whole? A damaged one is measured again."
-    try: r = json.loads(path.read_text(encoding='utf8'))
-    except (FileNotFoundError, ValueError): return False
-    return isinstance(r, dict) and isinstance(r.get('cell'), dict) and cell_name(r['cell']) == path.stem
+    try: return path.exists() and bool(_record(path))
+    except ValueError: return False
 
 def sweep_records(
     folder:str,
 )->list:        # of dict, in the order of their names
     "Every record of a finished or half finished sweep."
-    out = []
-    for p in sorted(Path(folder).glob('*.json')):
-        try: r = json.loads(p.read_text(encoding='utf8'))
-        except ValueError as e: raise ValueError(f'folder: {p.name} is not JSON ({e}); allowed: the records of edge0-lab sweep') from None
-        cell = r.get('cell') if isinstance(r, dict) else None
-        if not isinstance(cell, dict) or cell_name(cell) != p.stem: raise ValueError(f'folder: {p.name} is not the record of a cell of this name; allowed: the records of edge0-lab sweep')
-        out.append(r)
-    return out
+    return [_record(p) for p in sorted(Path(folder).glob('*.json'))]
 
 def read_sweep(
     folder:str,
